@@ -3,7 +3,6 @@
 Imports no jax: processes that benchmarks start, such as those of PyTorch, import this module first.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ BENCHMARKS = {
     "prefill": "attention of a prompt, against grouped-query and full attention",
     "data": "packing against Grain, data preparation against datasets",
     "checkpoint": "saving and restoring, against Orbax and gather-and-pickle",
-    "supervision": "training under a supervisor, against training without one",
     "startup": "start of training by part, with empty caches and again",
     "kernels": "each Pallas kernel, against XLA, PyTorch and the device's peak",
     "gpu_report": "what training on this machine's GPUs computes, how fast, and whether it can be trusted",
+    "accuracy": "predicted times, against those that GPUs have recorded",
     "optimizer": "steps that Muon needs to reach AdamW's final held-out loss",
     "balance": "steps that each balancing rule needs to even out the expert load",
     "ablations": "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time",
@@ -36,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listed = "\n".join(f"  {each:<14}{what}" for each, what in BENCHMARKS.items())
     epilog = f"benchmarks:\n{listed}\n\nexample: python -m benchmarks step --help"
     description = "Benchmark zaya_jax against other libraries, or compare training recipes."
-    formatter, prog = argparse.RawDescriptionHelpFormatter, "python -m benchmarks"
-    parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=formatter)
+    parser = Parser(prog="python -m benchmarks", description=description, epilog=epilog)
     parser.add_argument("name", choices=[*BENCHMARKS], metavar="NAME", help="benchmark to run")
     parser.parse_args([name])
     return 0

@@ -31,8 +31,7 @@ def flag(default: Any, metavar: str, text: str) -> dict[str, Any]:
     return {**settings, "help": f"{text} (default: {shown})"}
 
 
-# Flags of the benchmarks that train a configuration, and of those that compare one dtype.
-TRAINING: Flags = {"--config": flag("configs/tiny.yaml", "FILE", "configuration to train"), "overrides": OVERRIDES}
+# Of the benchmarks that compare one dtype.
 DTYPE: Flags = {"--dtype": {"choices": ("float32", "bfloat16"), "default": "float32", "help": "default: float32"}}
 
 

@@ -4,14 +4,11 @@ import argparse
 import functools
 import gc
 import itertools
-import math
 import os
 import pickle
-import random
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
@@ -30,7 +26,6 @@ from zaya_jax.config.checks import counted, require
 from zaya_jax.job.multihost import join
 from zaya_jax.lab.measure import storage
 from zaya_jax.lab.measure.storage import Method
-from zaya_jax.lab.measure.timing import elapsed, time_calls
 from zaya_jax.lab.result import describe_run
 from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
@@ -38,21 +33,11 @@ from zaya_jax.run.files import sync_folder
 from zaya_jax.run.reserved_port import reserved_port
 from zaya_jax.run.table import format_table
 
-_FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
-_DRAWS = 2000  # of the bootstrap
+_FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "memory")
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
-_HEAD = (
-    "medians, in seconds",
-    "training waits",
-    "durable after",
-    "restore from disk",
-    "restore cached",
-    "peak memory",
-    "step time during a save",
-)
+_HEAD = ("medians, in seconds", "training waits", "durable after", "restore from disk", "restore cached", "peak memory")
 _NAMES: dict[str, str] = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
 _SMALL = 1000  # number of arrays of 1 KiB, besides the large ones
-_WIDTH, _STEPS = 512, 20  # matrix width of a fake training step, and number of steps timed without saving
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -121,7 +106,7 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
     ways: dict[str, dict[str, Any]] = {}
     for row in rows:
         for key in _FIGURES:
-            if not math.isnan(row.get(key, math.nan)):
+            if key in row:
                 ways.setdefault(row["way"], {}).setdefault(key, []).append(row[key])
     statistic = {"median": statistics.median, "least": min, "most": max}
     table = {
@@ -132,37 +117,17 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
     def ratio(key: str, way: str, other: str) -> float:
         return table[way][key]["median"] / table[other][key]["median"]
 
-    return {
-        "gib": size,
-        "processes": processes,
-        "ways": table,
-        "stall_ratio": ratio("stall", PEER, OURS),
-        "stall_interval": interval(ways[PEER]["stall"], ways[OURS]["stall"]),
-        "commit_ratio": ratio("commit", PEER, OURS),
-        "commit_interval": interval(ways[PEER]["commit"], ways[OURS]["commit"]),
-        "digest_share": ratio("commit", OURS, BARE) - 1,
-        "restore_ratio": ratio("restore_warm", PEER, OURS),
-    }
-
-
-def interval(numerators: list[float], denominators: list[float]) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the ratio of two medians."""
-    drawn = random.Random(0)
-
-    def median(values: list[float]) -> float:
-        return statistics.median(drawn.choices(values, k=len(values)))
-
-    ratios = sorted(median(numerators) / median(denominators) for _ in range(_DRAWS))
-    return ratios[round(0.025 * _DRAWS)], ratios[round(0.975 * _DRAWS) - 1]
+    keys = {"stall_ratio": "stall", "commit_ratio": "commit", "restore_ratio": "restore_warm"}
+    ratios = {name: ratio(key, PEER, OURS) for name, key in keys.items()}
+    ratios["digest_share"] = ratio("commit", OURS, BARE) - 1
+    return {"gib": size, "processes": processes, "ways": table, **ratios}
 
 
 def print_table(job: dict[str, Any]) -> None:
     """Print the figures of one job as a table. Memory is the increase during a save in the largest process."""
-    (low, high), count = job["stall_interval"], job["processes"]
     durable, restored = f"{job['commit_ratio']:.2f}× as fast", f"{job['restore_ratio']:.2f}× as fast"
-    blocks = f"{job['stall_ratio']:.1f}× as long as zaya_jax (95 % interval {low:.1f} to {high:.1f})"
-    print(f"{job['gib']:g} GiB, {counted(count, 'process', 'es')}:")
-    print(f"  {PEER} blocks training {blocks}")
+    print(f"{job['gib']:g} GiB, {counted(job['processes'], 'process', 'es')}:")
+    print(f"  {PEER} blocks training {job['stall_ratio']:.1f}× as long as zaya_jax")
     print(f"  compared with it, zaya_jax makes the checkpoint durable {durable}", end=", ")
     print(f"and restores it with checksums {restored}")
     print(f"  checksums add {100 * job['digest_share']:.1f} % to the time until the checkpoint is durable")
@@ -170,8 +135,7 @@ def print_table(job: dict[str, Any]) -> None:
     for way, figures in job["ways"].items():
         median = {key: each["median"] for key, each in figures.items()}
         cells = [f"{median[key]:.3f}" for key in ("stall", "commit", "restore_cold", "restore_warm")]
-        inflation = f"{median['step_inflation']:.2f}×" if "step_inflation" in median else ""
-        lines.append([_NAMES.get(way, str(way)), *cells, f"{median['memory'] / 2**20:.0f} MiB", inflation])
+        lines.append([_NAMES.get(way, str(way)), *cells, f"{median['memory'] / 2**20:.0f} MiB"])
     print("\n".join(format_table(lines)))
 
 
@@ -203,7 +167,7 @@ def measure(
         for name, method in methods.items():
             row = {"way": name, "turn": turn, **timed_save(method, turn)}
             if turn == repeats:
-                row |= storage.time_restores(method, folder, state) | timed_steps(method, turn + 1)
+                row |= storage.time_restores(method, folder, state)
             if turn:  # the first turn is a warm-up
                 rows.append(row)
     if processes > 1:
@@ -282,25 +246,6 @@ def restart_peak() -> int:
     """Let the kernel count this process' peak memory anew (proc(5)), and return the resident memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return peak_memory()
-
-
-def timed_steps(method: Method, step: int) -> dict[str, float]:
-    """Return the duration of a step during a save, relative to one without, in the slowest process; NaN if none ran."""
-    multiply, x = jax.jit(lambda x: x @ x), jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
-
-    def one_step() -> None:
-        multiply(x).block_until_ready()
-
-    multihost_utils.sync_global_devices("steps alone")
-    alone = time_calls(one_step, _STEPS).median
-    multihost_utils.sync_global_devices("steps beside saving")
-    method.start(step)
-    finishing = threading.Thread(target=method.finish)
-    finishing.start()
-    beside = []
-    while finishing.is_alive():
-        beside.append(elapsed(one_step))
-    return {"step_inflation": storage.largest(statistics.mean(beside) / alone if beside else math.nan)}
 
 
 DISK = "folder on the disk to measure (default: the system temporary folder)"

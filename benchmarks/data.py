@@ -4,7 +4,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +18,8 @@ from zaya_jax.config.shipped import shipped
 from zaya_jax.data.loading.batches import train_batches
 from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.data.loading.text_corpus import find_corpus
-from zaya_jax.data.prepare.manifest import Manifest, json_digest
-from zaya_jax.data.prepare.preparation import TOKENIZER, PrepareSettings, prepare, write_merged
-from zaya_jax.data.prepare.shard_conversion import Conversion, Record, remove_notes
-from zaya_jax.data.prepare.shards import token_dtype
-from zaya_jax.data.special_tokens import SpecialTokens
+from zaya_jax.data.prepare.preparation import PrepareSettings, prepare
+from zaya_jax.data.readers.megatron import HEADER, MAGIC
 from zaya_jax.data.tokenizer import load_tokenizer, train_tokenizer
 from zaya_jax.lab.measure.timing import interleave_subprocesses
 from zaya_jax.lab.result import describe_run, require_packages, rounded
@@ -33,7 +30,6 @@ _THREADS = (0, 1, 2, 4, 16)  # numbers of Grain's reading threads to try
 _BUFFERS = (1, 4, 16)  # sizes of its workers' buffers to try, in batches
 _TRIES = 3  # passes with each setting
 _MEDIAN, _SIGMA = 700, 1.1  # log-normal distribution of document lengths, in tokens
-_HELDOUT_EVERY = 100  # documents
 _SKIPPED = 50  # batches before timing; more than all buffers hold
 
 
@@ -121,13 +117,10 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
     peer = f"Grain {speeds['peer'] / 1e6:.1f} ({best.threads} reading threads{buffers})"
     text = f"zaya_jax {speeds['ours'] / 1e6:.1f} million tokens/s, {peer}; zaya_jax is {ratio:.2f}× as fast"
     print(f"packing, {workers} workers: {text}", flush=True)
-    return {
-        "tokens_per_second": {name: round(speed) for name, speed in speeds.items()},
-        "ratio": round(ratio, 3),
-        "peer_settings": best._asdict(),
-        "peer_settings_tried": [settings._asdict() | {"tokens_per_second": speed} for settings, speed in tried.items()],
-        "seconds": {name: rounded(times) for name, times in seconds.items()},
-    }
+    rows = [settings._asdict() | {"tokens_per_second": speed} for settings, speed in tried.items()]
+    result = {"tokens_per_second": {name: round(speed) for name, speed in speeds.items()}, "ratio": round(ratio, 3)}
+    result |= {"peer_settings": best._asdict(), "peer_settings_tried": rows}
+    return result | {"seconds": {name: rounded(times) for name, times in seconds.items()}}
 
 
 def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
@@ -207,49 +200,24 @@ def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
                     break
 
 
-def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Manifest:
-    """Write a new prepared folder of random documents, with about a hundredth of them held out.
+def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> None:
+    """Prepare a new folder of random documents, with log-normal lengths and Zipf-distributed tokens, in equal shards.
 
-    It has at least so many training tokens, in shards of equal size, of the vocabulary of a `tokenizer.json`.
+    A Megatron dataset next to it has at least so many tokens of the vocabulary of a `tokenizer.json`.
     """
-    folder.mkdir()
-    (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
-    loaded = load_tokenizer(tokenizer)
-    [eot] = loaded.encode_template(loaded.eot_text)
-    draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
-    invalid = "The benchmark generated invalid documents; please report it."
-    Conversion(folder, range(shards), [draw.bytes] * shards, invalid).convert(draw, "drawing documents")
-    special = SpecialTokens(*[loaded.eot_text] * 3)
-    manifest = write_merged(folder, shards, kind="tokens", inputs=json_digest(draw, shards), special=special)
-    remove_notes(folder)
-    return manifest
-
-
-class Draw(NamedTuple):
-    """Draws documents with log-normal lengths and Zipf-distributed tokens."""
-
-    vocab_size: int
-    eot: int
-    tokens: int  # training tokens of a unit
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of a unit's training tokens."""
-        return self.tokens * token_dtype(self.vocab_size).itemsize
-
-    def __call__(self, unit: int) -> Iterator[Record]:
-        """Draw the documents of a unit, which depend on its number only."""
-        rng, dtype, drawn, nth = np.random.default_rng(unit), token_dtype(self.vocab_size), 0, 0
-        frequency = 1 / np.arange(2, self.vocab_size + 2)
-        frequency[self.eot] = 0
-        steps = np.cumsum(frequency)
-        while drawn < self.tokens:
-            tokens = np.full(2 + max(1, int(rng.lognormal(np.log(_MEDIAN), _SIGMA))), self.eot, dtype)
-            tokens[1:-1] = np.searchsorted(steps, steps[-1] * rng.random(len(tokens) - 2), side="right")
-            split = "heldout" if nth % _HELDOUT_EVERY == 0 else "train"
-            trained = len(tokens) if split == "train" else 0
-            yield Record(split, tokens.tobytes(), len(tokens), 4 * len(tokens), trained * dtype.itemsize)
-            drawn, nth = drawn + trained, nth + 1
+    loaded, rng, dataset = load_tokenizer(tokenizer), np.random.default_rng(0), folder.with_suffix(".bin")
+    frequency = 1 / np.arange(2, loaded.vocab_size + 2)
+    frequency[loaded.eot] = 0
+    steps, lengths = np.cumsum(frequency), rng.lognormal(np.log(_MEDIAN), _SIGMA, 10 + tokens // _MEDIAN)
+    lengths = np.maximum(lengths, 1).astype(np.int32)
+    lengths = lengths[: 1 + np.searchsorted(np.cumsum(lengths), tokens)]
+    np.searchsorted(steps, steps[-1] * rng.random(lengths.sum()), side="right").astype(np.int32).tofile(dataset)
+    documents, starts = np.arange(len(lengths) + 1), 4 * (np.cumsum(lengths, dtype=np.int64) - lengths)
+    header = HEADER.pack(MAGIC, 1, 4, len(lengths), len(documents))  # 4: int32
+    parts = (lengths.tobytes(), starts.tobytes(), documents.tobytes())
+    folder.with_suffix(".idx").write_bytes(header + b"".join(parts))
+    size = -(-dataset.stat().st_size // shards)
+    prepare([str(dataset)], tokenizer, folder, PrepareSettings(), unit_bytes=size, workers=1)
 
 
 main = command(run, {}, repeats=5)

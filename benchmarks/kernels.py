@@ -13,12 +13,15 @@ from zaya_jax.lab.measure import preflight as probes
 from zaya_jax.lab.measure.timing import Passes, Queue, interleave, interleave_subprocesses, repeated
 from zaya_jax.lab.result import write_result
 from zaya_jax.lab.subprocesses import run_in_subprocess
-from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.registry import KernelSelection, Pins, select_kernels
 from zaya_jax.ops.target import Target, current_target
 
 Limits = Mapping[str, float]  # see `rooflines`
 Row = dict[str, Any]  # see `row`
 _ROOFLINES = {"copy": "memory", "dense": "matmul"}  # names of the probes that measure them
+# Kernels of libraries that are timed beside the default one.
+LIBRARIES = {"attention": {"attention": "cudnn"}, "attention backward": {"attention": "cudnn"}}
+SIDES = {"reference": "XLA", "peer": "PyTorch", "cudnn": "cuDNN"}  # what kernels are compared with
 _QUANTITIES = {
     "copy": "fraction of the copy bandwidth",
     "dense": "fraction of the dense matmul rate",
@@ -76,9 +79,10 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
     return result
 
 
-def _selection(sizes: Sizes, dtype: str, emulated: bool) -> KernelSelection:
+def _selection(sizes: Sizes, dtype: str, emulated: bool, pinned: Pins | None = None) -> KernelSelection:
     target = current_target()
-    return select_kernels(Target("interpret", target.device_kind) if emulated else target, sizes.model, dtype)
+    target = Target("interpret", target.device_kind) if emulated else target
+    return select_kernels(target, sizes.model, dtype, None, pinned)
 
 
 def rooflines(emulated: bool, repeats: int) -> dict[str, float]:
@@ -95,10 +99,12 @@ def roofline(probe: str, sizes: probes.Sizes) -> Callable[[], int]:
 
 
 def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int) -> tuple[dict, dict[str, str]]:
-    """Time 'kernel', 'reference' and 'peer'; returns their passes, and a sentence for each that is missing."""
+    """Time 'kernel', 'reference', 'peer' and the libraries; returns passes, and a sentence for each side without."""
     makers: dict[str, tuple[Any, ...]] = {
         side: (our_side, name, sizes, dtype, side == "kernel", emulated) for side in ("kernel", "reference")
     }
+    for operation, library in {} if emulated else LIBRARIES.get(name, {}).items():
+        makers[library] = (our_side, name, sizes, dtype, True, emulated, {operation: library})
     steps, missing = {}, {"peer": "PyTorch has no counterpart."}
     if name in PEERS:
         makers["peer"] = (peer_side, name, sizes, dtype, "cpu" if emulated else "cuda")
@@ -112,9 +118,11 @@ def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int
         return interleave(steps, repeats), missing
 
 
-def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) -> Callable[[], int]:
+def our_side(
+    name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool, pinned: Pins | None = None
+) -> Callable[[], int]:
     """Make a pass of a case with its kernel or its reference; InputError if the device has no such kernel."""
-    case, kernels = cases(sizes, dtype)[name], _selection(sizes, dtype, emulated)
+    case, kernels = cases(sizes, dtype)[name], _selection(sizes, dtype, emulated, pinned)
     if kernel and not kernels.chosen.keys() & set(case.operations):
         raise InputError(f"{name} has no kernel for this device. {kernels}")
     function, arguments = program(case, kernels if kernel else kernels.without(case.operations))
@@ -134,8 +142,8 @@ def per_call(passes: Passes) -> list[float]:
 def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], limits: Limits, device: str) -> Row:
     """Summarize the passes of a case.
 
-    `seconds` are those per call, `reference` and `peer` how many times as fast the kernel is. `aim` is `met` or not on
-    an H200, and None on other devices. `missing` has the sides without times, and why.
+    `seconds` are those per call, `reference`, `peer` and names of libraries how many times as fast the kernel is. `aim`
+    is `met` or not on an H200, and None on other devices. `missing` has the sides without times, and why.
     """
     seconds = {side: per_call(timed) for side, timed in passes.items()}
     typical = medians(seconds)
@@ -177,8 +185,7 @@ def sentence(summary: Row) -> str:
         return "; ".join(missing)
     speeds = f"{summary['bytes_per_second'] / 1e9:,.0f} GB/s, {summary['flops_per_second'] / 1e12:.3g} TFLOP/s"
     parts = [f"{summary['median_seconds']['kernel'] * 1e3:.4g} ms, {speeds}"]
-    names = {"reference": "XLA", "peer": "PyTorch"}
-    parts += [f"{summary[side]:.3g}× as fast as {name}" for side, name in names.items() if side in summary]
+    parts += [f"{summary[side]:.3g}× as fast as {name}" for side, name in SIDES.items() if side in summary]
     if aim := summary.get("aim"):
         result = {True: "met", False: "missed", None: "for an H200"}[aim["met"]]
         parts.append(f"{_QUANTITIES[aim['of']]} {aim['reached']} (goal {aim['least']:g}, {result})")

@@ -13,14 +13,10 @@ from zaya_jax.config import Config, ModelConfig
 from zaya_jax.errors import InputError, printable
 from zaya_jax.hf.config import to_hf
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.result import require_packages
+from zaya_jax.lab.result import require_packages, rounded
 from zaya_jax.lab.subprocesses import run_in_subprocess
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
-_TOO_LARGE = (
-    "The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller model with "
-    "--config FILE model.num_layers=N."
-)
 Pass = Callable[[Any, int], Any]  # (tokens of some rows, rows of the whole batch) → loss
 Wait = Callable[[], object]
 
@@ -99,13 +95,9 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
         losses.append(round(float(loss), 4))
 
     seconds = time_calls(one_step, repeats).seconds
-    return {
-        "micro_batch": rows,
-        "checkpointing": checkpointing,
-        "seconds": {"step": [round(second, 4) for second in seconds]},
-        "losses": losses,
-        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-    }
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    settings, timed = {"micro_batch": rows, "checkpointing": checkpointing}, {"step": rounded(seconds)}
+    return {**settings, "seconds": timed, "losses": losses, "peak_bytes": peak}
 
 
 def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> tuple[Any, Any]:
@@ -143,7 +135,8 @@ def _fastest(torch: Any, model: Any, tokens: Any, one_pass: Pass, update: Wait, 
                     speeds[checkpointing, rows] = rows / time_calls(lambda one=one: (one(), wait()), 1).median
     model.zero_grad(set_to_none=True)
     if not speeds:
-        raise InputError(_TOO_LARGE)
+        problem = "The transformers model and its AdamW state do not fit in this device's memory"
+        raise InputError(f"{problem}. Choose a smaller model with --config FILE model.num_layers=N.")
     return max(speeds, key=speeds.__getitem__)
 
 

@@ -9,18 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.benchmark_command import DTYPE, command, flag, start_result, time_sides
-from zaya_jax.config import ModelConfig
+from zaya_jax.config import ModelConfig, load_config
 from zaya_jax.config.checks import require
+from zaya_jax.config.shipped import shipped
 from zaya_jax.generate.placement import generation_kernels
 from zaya_jax.model.attention import Context
 from zaya_jax.model.layers import rotary_table
 from zaya_jax.model.zaya import ATTENTION
 
 # The attention of ZAYA1-8B, and attention whose heads are as wide as the residual stream.
-CCA = ModelConfig(
-    vocab_size=64, hidden_size=2048, num_layers=1, num_query_heads=8, num_kv_heads=2, head_dim=128, num_experts=2,
-    expert_size=64, router_size=64, max_positions=131072, attention="cca",
-)  # fmt: skip
+_LAYER = {"num_layers": 1, "vocab_size": 64, "num_experts": 2, "expert_size": 64, "router_size": 64}
+CCA = dataclasses.replace(load_config(shipped("zaya1_8b.yaml")).model, **_LAYER)
 KINDS = {
     "cca": CCA,
     "gqa": dataclasses.replace(CCA, attention="gqa", num_query_heads=16, num_kv_heads=4),
@@ -47,14 +46,10 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
         cca, gqa, full = (f"{1e3 * each:,.0f} ms" for each in medians.values())
         others = f"GQA {gqa} ({ratios['gqa']:.2f}×), full attention {full} ({ratios['full']:.2f}×)"
         print(f"{length:,} tokens: CCA {cca}, {others}", flush=True)
-        result["results"][str(length)] = {
-            name: {
-                "seconds": seconds[name],
-                "relative_time": round(ratios[name], 3),
-                "cache_bytes_per_token": 2 * config.kv_size * jnp.dtype(parsed.dtype).itemsize,
-            }
-            for name, config in KINDS.items()
-        }
+        result["results"][str(length)] = rows = dict[str, Any]()
+        for name, config in KINDS.items():
+            rows[name] = {"seconds": seconds[name], "relative_time": round(ratios[name], 3)}
+            rows[name]["cache_bytes_per_token"] = 2 * config.kv_size * jnp.dtype(parsed.dtype).itemsize
     return result
 
 
@@ -78,5 +73,4 @@ def make_layer(config: ModelConfig, length: int, dtype: str) -> Callable[[], flo
     return step
 
 
-LENGTHS = {"--lengths": flag([4096, 16384], "TOKENS", "tokens of a prompt")}
-main = command(run, LENGTHS | DTYPE, repeats=5)
+main = command(run, {"--lengths": flag([4096, 16384], "TOKENS", "tokens of a prompt")} | DTYPE, repeats=5)

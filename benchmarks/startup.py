@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark_command import TRAINING, command, medians, training_process
+from benchmarks.benchmark_command import OVERRIDES, command, flag, medians, training_process
 from zaya_jax.config import load_config
 from zaya_jax.errors import RunStopped
 from zaya_jax.lab.result import describe_run, rounded
@@ -76,4 +76,5 @@ def _parts(progress: Progress, before: float, total: float) -> dict[str, float]:
     return {**parts, "first step": total - sum(parts.values()), "total": total}
 
 
-main = command(run, TRAINING, repeats=3)
+FLAGS = {"--config": flag("configs/tiny.yaml", "FILE", "configuration to train"), "overrides": OVERRIDES}
+main = command(run, FLAGS, repeats=3)

@@ -49,10 +49,9 @@ _PEER = "transformers ZayaForCausalLM (sdpa, default experts)"
 
 def default_config(sequences: int = 4, micro_batch: int | None = None) -> Config:
     """Make a configuration with 52.75M parameters, and sequences of 512 tokens."""
-    model = ModelConfig(
-        vocab_size=16384, hidden_size=384, num_layers=8, num_query_heads=6, num_kv_heads=2, head_dim=64,
-        num_experts=12, expert_size=384, router_size=64, max_positions=2048,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"vocab_size": 16384, "hidden_size": 384, "num_layers": 8, "max_positions": 2048}
+    sizes |= {"num_query_heads": 6, "num_kv_heads": 2, "head_dim": 64}
+    model = ModelConfig(**sizes, num_experts=12, expert_size=384, router_size=64)
     tokens = sequences * 512
     train = TrainConfig(batch=BatchConfig(tokens=tokens, micro_batch=micro_batch))  # keeps what the peer keeps
     return Config(model, (PhaseConfig(tokens),), data=DataConfig(context=512), train=train)
@@ -169,15 +168,11 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
 
     for name, program in compiled.items():
         seconds[name] = time_calls(functools.partial(move, program), repeats).seconds
-    return {
-        "device": device.device_kind,
-        "platform": programs.kernels.target.platform,
-        "micro_batch": config.batch_for(config.phases[0]).micro_batch or stage.sequences,
-        "remat": config.remat_for(config.phases[0]),
-        "seconds": {name: rounded(each) for name, each in seconds.items()},
-        "losses": [round(loss, 4) for loss in losses],
-        **peak,
-    }
+    settings = {"micro_batch": config.batch_for(config.phases[0]).micro_batch or stage.sequences}
+    settings |= {"remat": config.remat_for(config.phases[0])}
+    timed = {name: rounded(each) for name, each in seconds.items()}
+    measured = {"device": device.device_kind, "platform": programs.kernels.target.platform, **settings}
+    return {**measured, "seconds": timed, "losses": [round(loss, 4) for loss in losses], **peak}
 
 
 def compile_parts(programs: Programs) -> dict[str, Any]:
@@ -228,13 +223,9 @@ def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) 
     for n in SHARED:
         seconds, share = step - optimizer + optimizer / n, optimizer / n
         shared[f"1/{n}"] = throughput(seconds, tokens, flops, kind) | {"optimizer_share": round(share / seconds, 5)}
-    return {
-        **measured,
-        **throughput(step, tokens, flops, kind),
-        "optimizer_share": round(optimizer / step, 4),
-        "newton_schulz_share": round((optimizer - rest) / step, 4),
-        "with_part_of_the_optimizer": shared,
-    }
+    shares = {"optimizer_share": optimizer / step, "newton_schulz_share": (optimizer - rest) / step}
+    figures = throughput(step, tokens, flops, kind) | {name: round(each, 4) for name, each in shares.items()}
+    return {**measured, **figures, "with_part_of_the_optimizer": shared}
 
 
 def _print_ours(ours: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import micro_batch, stages
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import Hardware, find_hardware, no_data_sheet
-from zaya_jax.lab.measure.step_parts import trace_rows, trace_steps
+from zaya_jax.hardware.data_sheets import Hardware, no_data_sheet
+from zaya_jax.lab.measure.step_parts import configuration, trace_rows, trace_steps
 from zaya_jax.lab.measure.step_trace import read_trace
 from zaya_jax.lab.measure.training_steps import (
     describe_throughput,
@@ -29,6 +29,7 @@ from zaya_jax.lab.measure.training_steps import (
     throughput,
     time_train_steps,
 )
+from zaya_jax.lab.predict.calibration import find_device
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, peak_bytes, program_memory
 from zaya_jax.lab.predict.compilers.compiled_report import as_json
 from zaya_jax.lab.predict.compilers.hlo import parse
@@ -58,7 +59,7 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     (or `not_predicted`, a sentence), and what `trace_rows` returns. `failed`: a sentence, if a loss is not finite.
     """
     kind, devices = jax.devices()[0].device_kind, jax.device_count()
-    hardware = find_hardware(kind)
+    hardware = find_device(kind)
     config = replace(spread(config, layout, devices), profile=_TRACED)
     fitting = compile_fitting(config, devices, hardware, available_memory())
     config, estimate, compiled = fitting.config, fitting.estimate, fitting.compiled
@@ -69,29 +70,21 @@ def time_train_step(config: Config, layout: Layout, repeats: int) -> dict[str, A
     flops = stage.tokens * training_flops_per_token(model, stage.context)
     speed = throughput(statistics.median(times), stage.tokens, flops, kind, devices)
     print(f"   {describe_throughput(speed)}", flush=True)
+    sizes = {"layers": model.num_layers, "parameters": total_parameters(model), "tokens": stage.tokens}
+    sizes |= {"context": stage.context, "micro_batch": estimate.sequences}
+    settings = {"compute_dtype": config.train.compute_dtype, "remat": estimate.remat, "flops": flops}
+    measured = {"step_seconds": rounded(times), "losses": [round(loss, 4) for loss in losses], **speed}
     estimated = {"seconds": estimate.step_seconds, "bytes": estimate.memory.total, "bounds": estimate.bounds}
-    result = {
-        "devices": devices,
-        "layout": layout,
-        "layers": model.num_layers,
-        "parameters": total_parameters(model),
-        "tokens": stage.tokens,
-        "context": stage.context,
-        "micro_batch": estimate.sequences,
-        "compute_dtype": config.train.compute_dtype,
-        "remat": estimate.remat,
-        "flops": flops,
-        "step_seconds": rounded(times),
-        "losses": [round(loss, 4) for loss in losses],
-        **speed,
-        **peak_memory(jax.devices()[0], compiled),
-        "estimated": estimated | {"memory": estimate.memory._asdict()},
-        **_describe_program(fitting, kind, devices, hardware),
-    }
+    estimated["memory"] = estimate.memory._asdict()
+    result = {"devices": devices, "layout": layout, **sizes, **settings, **measured}
+    result |= {**peak_memory(jax.devices()[0], compiled), "estimated": estimated}
+    result |= _describe_program(fitting, kind, devices, hardware)
     with tempfile.TemporaryDirectory() as folder:
         trace_steps(compiled, state, place_rows(program, stage, tokens), _TRACED, Path(folder))
         trace = read_trace(Path(folder) / PROFILE)
-    traced = trace_rows(trace, phase_shares(model, stage.context, {"expert": 1}), instructions=_INSTRUCTIONS)
+    shares, name = phase_shares(model, stage.context, {"expert": 1}), f"step of {model.num_layers} layers, {layout}"
+    ran = configuration(trace, shares, 1, statistics.median(times), estimate.work)
+    traced = trace_rows(trace, shares, instructions=_INSTRUCTIONS) | {"configurations": {name: ran}}
     traced.pop("not_predicted", None)
     for warning in traced["warnings"]:
         print(f"   {warning}", flush=True)
@@ -172,7 +165,6 @@ def estimated_bytes(config: Config, devices: int) -> int:
 
 
 def _describe_program(fitting: Fitting, kind: str, devices: int, hardware: Hardware | None) -> dict[str, Any]:
-    """Describe the compiled program, and predict its time if the device has a data sheet."""
     compiled, seconds, axes = fitting.compiled, fitting.seconds, fitting.estimate.axes
     memory, host_bytes = program_memory(compiled), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = {"peak": peak_bytes(memory)}

@@ -23,9 +23,8 @@ def attention_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute causal attention.
 
-    Returns:
-      The output [b, s, h, c] in `dtype`, and the log-sum-exp of each query, fp32 [b, s, h]; 0 and `FLOOR` for a query
-      that sees no key.
+    Returns the output [b, s, h, c] in `dtype`, and the log-sum-exp of each query, fp32 [b, s, h]; 0 and `FLOOR` for a
+    query that sees no key.
     """
     (b, s, h, c), num_kv = x.q_bshc.shape, x.k_btkc.shape[2]
     tile = tiles.tile_of("attention", architecture, x.q_bshc)

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from pallas_kernels import attention_tiles as tiles
 from pallas_kernels.attention_tiles import LOG2_E, AttentionInputs, Refs, Static
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, store
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture
 
@@ -33,13 +32,9 @@ def attention_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute the gradients of q, k and v, in `dtype`, with sums in fp32.
 
-    Args:
-      x: the inputs.
-      bounds: result of `backward_ranges`.
-      saved: the gradient of the output, in the dtype of q; the log-sum-exp of each query over all keys that it sees,
-        also on other devices; and the sum over channels of the output times its gradient, both fp32 [b, s, h].
-      dtype: dtype of the results.
-      architecture: see `launch`.
+    `bounds` is the result of `backward_ranges`. `saved` are the gradient of the output, in the dtype of q; the
+    log-sum-exp of each query over all keys that it sees, also on other devices; and the sum over channels of the output
+    times its gradient, both fp32 [b, s, h].
     """
 
     def run(name: str, kernel: Any, bounds: jax.Array, out: Any) -> Any:
@@ -76,8 +71,8 @@ def _keys_kernel(offset_ref: Any, bounds_ref: Any, x: Refs, dk_ref: Any, dv_ref:
     zeros = jnp.zeros((static.keys, c), jnp.float32)
     dk, dv = tiles.visit(tiles.bounds_of(bounds_ref, head, index), step, (zeros, zeros))
     at, mask = tiles.key_tile(dk_ref, head, keys, bounded=True)
-    triton.store(dk_ref.at[at], (dk * scale).astype(dk_ref.dtype), mask=mask)
-    triton.store(dv_ref.at[at], dv.astype(dv_ref.dtype), mask=mask)
+    store(dk_ref.at[at], (dk * scale).astype(dk_ref.dtype), mask=mask)
+    store(dv_ref.at[at], dv.astype(dv_ref.dtype), mask=mask)
 
 
 def _queries_kernel(offset_ref: Any, bounds_ref: Any, x: Refs, dq_ref: Any, *, static: Static) -> None:

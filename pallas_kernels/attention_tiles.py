@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from pallas_kernels.launch import load, store
 from pallas_kernels.tiles import Architecture, Tile, tile
 
 # HIDDEN is the score of a hidden key. FLOOR is the initial maximum of a row, above HIDDEN and far below every real
@@ -105,11 +105,8 @@ def ranges(x: AttentionInputs, sizes: tuple[int, ...], *, of_keys: bool = False)
 
     Tiles at both ends that share no document, or that causality or the window hides, are skipped. The result is correct
     for any layout of documents; if documents are contiguous, only tiles that share a document are visited. `sizes` are
-    those of a tile of rows, and of a tile of keys.
-
-    Returns:
-      int32 [b, tiles, 4]: low, start, stop, high. Tiles [low, high) are visited; those of [start, stop) are fully
-      visible and need no mask.
+    those of a tile of rows, and of a tile of keys. Returns int32 [b, tiles, 4]: low, start, stop, high. Tiles [low,
+    high) are visited; those of [start, stop) are fully visible and need no mask.
     """
     (b, s, h, _), (_, t, num_kv, _) = x.q_bshc.shape, x.k_btkc.shape
     groups, offset, window = h // num_kv, x.query_offset, x.window
@@ -172,20 +169,20 @@ def rows_of(x: Refs, head: Head, index: Any, size: int, offset: Any, segmented: 
     query_head = head[1] * groups + row % groups
     segment = None
     if segmented and x.query_segments is not None:
-        segment = triton.load(x.query_segments.at[head[0], query], mask=inside, other=0)
+        segment = load(x.query_segments.at[head[0], query], mask=inside)
     return Rows(head, query, query_head, inside, offset + query, segment)
 
 
 def load_rows(ref: Any, rows: Rows) -> jax.Array:
     """Load [r, c] from an array [b, s, h, c], or [r] from [b, s, h]; 0 for rows that do not exist."""
     at, mask = _at(ref, rows)
-    return triton.load(ref.at[at], mask=mask, other=0)
+    return load(ref.at[at], mask=mask)
 
 
 def store_rows(ref: Any, rows: Rows, values: jax.Array) -> None:
     """Store [r, c] or [r] where `load_rows` loads it."""
     at, mask = _at(ref, rows)
-    triton.store(ref.at[at], values.astype(ref.dtype), mask=mask)
+    store(ref.at[at], values.astype(ref.dtype), mask=mask)
 
 
 def _at(ref: Any, rows: Rows) -> tuple[Any, Any]:
@@ -206,14 +203,14 @@ def key_tile(ref: Any, head: Head, keys: jax.Array, bounded: bool) -> tuple[Any,
 def load_keys(ref: Any, head: Head, keys: jax.Array, bounded: bool) -> jax.Array:
     """Load keys [n, c]; with `bounded`, keys that do not exist are 0."""
     at, mask = key_tile(ref, head, keys, bounded)
-    return triton.load(ref.at[at], mask=mask, other=0 if bounded else None)
+    return load(ref.at[at], mask=mask)
 
 
 def key_segments(x: Refs, head: Head, keys: jax.Array) -> jax.Array | None:
     """Load the documents of keys, int32 [n]; 0 for keys that do not exist, None without documents."""
     if x.key_segments is None:
         return None
-    return triton.load(x.key_segments.at[head[0], keys], mask=keys < x.key_segments.shape[1], other=0)
+    return load(x.key_segments.at[head[0], keys], mask=keys < x.key_segments.shape[1])
 
 
 def seen(
@@ -233,9 +230,8 @@ def seen(
         last, place = rows.position, jnp.where(keys < t, keys, jnp.iinfo(jnp.int32).max)
     else:
         last, place = jnp.where(rows.segment != 0, rows.position, -1), keys
-    mask = key(place) <= row(last)
-    if window is not None:
-        mask &= key(keys) > row(rows.position - window)
+    # With a window one comparison, too, in which negative differences are large: masks fill AMD's scalar registers.
+    mask = key(place) <= row(last) if window is None else (row(last) - key(place)).astype(jnp.uint32) < window
     return mask if segments is None else mask & (key(segments) == row(rows.segment))
 
 

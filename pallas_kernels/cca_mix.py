@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
 
@@ -67,11 +66,9 @@ def sizes_of(x: Any) -> Sizes:
 def cca_mix(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
 
-    c, p and c − 2p are powers of two, and the last may be 0.
-
-    Returns:
-      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`; and the inverse norm of each head of queries
-      and keys before QK-norm, fp32 [b, n, s], from which `cca_mix_backward` computes the gradients.
+    c, p and c − 2p are powers of two, and the last may be 0. Returns q [b, s, h, c], k and v [b, s, k, c] in the dtype
+    of `packed_bsmc`; and the inverse norm of each head of queries and keys before QK-norm, fp32 [b, n, s], from which
+    `cca_mix_backward` computes the gradients.
     """
     return launch_mix("cca_mix", _kernel, x, x.temperature_k.shape[0], architecture)
 
@@ -99,7 +96,7 @@ def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tok
 
     def finish(parts: list[jax.Array], head: jax.Array, scale: jax.Array | float, ref: Any, number: jax.Array) -> None:
         inverse = jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1) for part in parts) + 1e-12)
-        triton.store(inverse_ref.at[batch, head, time], inverse, mask=inside)
+        store(inverse_ref.at[batch, head, time], inverse, mask=inside)
         tables = rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
         parts = rotated([part * (inverse * (c**0.5 * scale))[:, None] for part in parts], *tables)
         for part, column in zip(parts, columns, strict=True):
@@ -125,7 +122,7 @@ def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tok
 def store_rows(ref: Any, batch: Any, time: jax.Array, head: Any, column: jax.Array, value: Any, inside: Any) -> None:
     """Store some channels of a head, [tokens, channels], at `time`, where `inside` [tokens] is true."""
     at, value = ref.at[batch, time[:, None], head, column[None, :]], value.astype(ref.dtype)
-    triton.store(at, value, mask=filled(inside[:, None], *value.shape))
+    store(at, value, mask=filled(inside[:, None], *value.shape))
 
 
 def convolved(
@@ -136,14 +133,14 @@ def convolved(
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tap, channels = jax.lax.div(i, chunks), jax.lax.rem(i, chunks) * depth + span(0, depth)
         row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
-        kernels = [triton.load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]]) for column in columns]
+        kernels = [load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]]) for column in columns]
         return tuple(z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True))
 
     dtype = x.packed_bsmc.dtype
     taps, chunks = x.grouped_wncc.shape[0], x.grouped_wncc.shape[2] // depth
     zero = tuple(jnp.zeros((time.size, column.size), jnp.float32) for column in columns)
     sums = jax.lax.fori_loop(0, taps * chunks, step, zero)
-    biases = [triton.load(x.grouped_bias_nc.at[head, column]).astype(dtype) for column in columns]
+    biases = [load(x.grouped_bias_nc.at[head, column]).astype(dtype) for column in columns]
     return [(z.astype(dtype) + bias[None, :]).astype(jnp.float32) for z, bias in zip(sums, biases, strict=True)]
 
 
@@ -156,18 +153,19 @@ def shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: ja
     shape = (time.size, channel.size)
     inside = filled((time < sizes.tokens)[:, None], *shape)
     head = sizes.heads + group
-    current = triton.load(x.packed_bsmc.at[batch, time[:, None], head, channel[None, :]],
-                          mask=inside & ~late[None, :], other=0.0)  # fmt: skip
-    before = triton.load(x.packed_bsmc.at[batch, time[:, None] - 1, head, channel[None, :]],
-                         mask=inside & (time >= 1)[:, None] & late[None, :], other=0.0)  # fmt: skip
+    current = load(x.packed_bsmc.at[batch, time[:, None], head, channel[None, :]], mask=inside & ~late[None, :])
+    before = load(
+        x.packed_bsmc.at[batch, time[:, None] - 1, head, channel[None, :]],
+        mask=inside & (time >= 1)[:, None] & late[None, :],
+    )
     if x.halo_delayed_b1x is not None:
-        halo = triton.load(x.halo_delayed_b1x.at[batch, 0, at - sizes.half], mask=late, other=0.0)
+        halo = load(x.halo_delayed_b1x.at[batch, 0, at - sizes.half], mask=late)
         before = jnp.where((time == 0)[:, None], halo[None, :], before)
     same = segments_at(x, batch, time - 1) == segments_at(x, batch, time)
-    first = 0.0 if x.start_x is None else triton.load(x.start_x.at[at - sizes.half], mask=late, other=0.0)[None, :]
+    first = 0.0 if x.start_x is None else load(x.start_x.at[at - sizes.half], mask=late)[None, :]
     before = jnp.where(same[:, None], before, first).astype(current.dtype)
     value = jnp.where(late[None, :], before, current)
-    triton.store(v_ref.at[batch, time[:, None], group, channel[None, :]], value, mask=inside)
+    store(v_ref.at[batch, time[:, None], group, channel[None, :]], value, mask=inside)
 
 
 def tap_row(
@@ -179,11 +177,11 @@ def tap_row(
     """
     taps, here = x.depthwise_wnc.shape[0], time - back
     segment = segments_at(x, batch, here)
-    bias = triton.load(x.depthwise_bias_nc.at[head, channels]).astype(jnp.float32)[None, :]
+    bias = load(x.depthwise_bias_nc.at[head, channels]).astype(jnp.float32)[None, :]
     y = jnp.broadcast_to(bias, (time.size, channels.size))
     for tap in range(taps):
         earlier = here - (taps - 1 - tap)
-        weight = triton.load(x.depthwise_wnc.at[tap, head, channels]).astype(jnp.float32)[None, :]
+        weight = load(x.depthwise_wnc.at[tap, head, channels]).astype(jnp.float32)[None, :]
         same = segments_at(x, batch, earlier) == segment
         y += jnp.where(same[:, None], rows_at(x, batch, earlier, head, channels) * weight, 0.0)
     own = segments_at(x, batch, time) == segment
@@ -195,26 +193,25 @@ def rows_at(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels
     s = x.packed_bsmc.shape[1]
     shape, at, channel = (time.size, channels.size), time[:, None], channels[None, :]
     inside = filled((at >= 0) & (at < s), *shape)
-    here = triton.load(x.packed_bsmc.at[batch, at, head, channel], mask=inside, other=0.0)
+    here = load(x.packed_bsmc.at[batch, at, head, channel], mask=inside)
     if x.halo_u_bwnc is None:
         # They are 0 already, but without a selection Triton lays out the tile such that registers spill.
         here = jnp.where(filled(at < 0, *shape), 0.0, here)
     else:
         before = x.halo_u_bwnc.shape[1]
         ahead = filled((at < 0) & (at >= -before), *shape)
-        here = jnp.where(ahead, triton.load(x.halo_u_bwnc.at[batch, at + before, head, channel], mask=ahead, other=0.0),
-                         here)  # fmt: skip
+        here = jnp.where(ahead, load(x.halo_u_bwnc.at[batch, at + before, head, channel], mask=ahead), here)
     return here.astype(jnp.float32)
 
 
 def segments_at(x: Any, batch: jax.Array, time: jax.Array) -> jax.Array:
     """Load the documents of the tokens at `time`, of any shape, also from the halo; 0 elsewhere."""
-    here = triton.load(x.segments_bs.at[batch, time], mask=(time >= 0) & (time < x.segments_bs.shape[1]), other=0)
+    here = load(x.segments_bs.at[batch, time], mask=(time >= 0) & (time < x.segments_bs.shape[1]))
     if x.halo_segments_bw is None:
         return here
     before = x.halo_segments_bw.shape[1]
     ahead = (time < 0) & (time >= -before)
-    halo = triton.load(x.halo_segments_bw.at[batch, time + before], mask=ahead, other=0)
+    halo = load(x.halo_segments_bw.at[batch, time + before], mask=ahead)
     return jnp.where(ahead, halo, here)
 
 
@@ -243,7 +240,7 @@ def rotary_rows(
     """Load the rows of the RoPE tables, [tokens, pairs] each; 0 outside."""
     pairs = tables[0].shape[2]
     at, mask = (batch, time[:, None], span(0, pairs)[None, :]), filled(inside[:, None], time.size, pairs)
-    cos, sin = (triton.load(table.at[at], mask=mask, other=0.0) for table in tables)
+    cos, sin = (load(table.at[at], mask=mask) for table in tables)
     return cos, sin
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from pallas_kernels.cca_mix import (
     MixArrays,
@@ -29,7 +28,7 @@ from pallas_kernels.cca_mix import (
     temperature,
 )
 from pallas_kernels.cca_mix_by_head import partners
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
 
@@ -83,21 +82,21 @@ def _norm_kernel(tokens: int, heads: Any, tables: Any, temperature_ref: Any, z_r
     time, query, group = number * tokens + span(0, tokens), head < queries, jnp.maximum(head - queries, 0)
     columns, inside = rotary_columns(c, tables[0].shape[2]), time < s
 
-    def load(of_queries: Any, of_keys: Any) -> list[jax.Array]:
+    def load_both(of_queries: Any, of_keys: Any) -> list[jax.Array]:
         def part(ref: Any, number: jax.Array, of_kind: jax.Array, column: jax.Array) -> jax.Array:
             mask = filled((inside & of_kind)[:, None], tokens, column.size)
             at = ref.at[batch, time[:, None], number, column[None, :]]
-            return triton.load(at, mask=mask, other=0.0).astype(jnp.float32)
+            return load(at, mask=mask).astype(jnp.float32)
 
         a_query = jnp.where(query, head, 0)
         return [part(of_queries, a_query, query, each) + part(of_keys, group, ~query, each) for each in columns]
 
     scale = jnp.where(query, 1.0, temperature(temperature_ref, group))
-    normed = [part * (1.0 / scale) for part in load(q_ref, k_ref)]
-    gradient = load(d_q_ref, d_k_ref)
+    normed = [part * (1.0 / scale) for part in load_both(q_ref, k_ref)]
+    gradient = load_both(d_q_ref, d_k_ref)
     along = sum(jnp.sum(a * b, axis=1) for a, b in zip(normed, gradient, strict=True))
-    triton.store(factor_ref.at[head, batch * pl.num_programs(1) + number], jnp.sum(along))
-    outer = triton.load(inverse_ref.at[batch, head, time], mask=inside, other=0.0) * (c**0.5 * scale)
+    store(factor_ref.at[head, batch * pl.num_programs(1) + number], jnp.sum(along))
+    outer = load(inverse_ref.at[batch, head, time], mask=inside) * (c**0.5 * scale)
     across = [(g - a * (along * (1 / c))[:, None]) * outer[:, None] for a, g in zip(normed, gradient, strict=True)]
     # Rotations keep dot products, so only the result is turned back.
     cos, sin = rotary_rows(tables, batch, time, inside)
@@ -156,19 +155,19 @@ def _finish_head(x: Any, z_ref: Any, out: Any, place: _Place, depth: int) -> Non
 
             def add(i: Any, y: jax.Array, tap1: int = tap1, after: Any = after, same: Any = same) -> jax.Array:
                 deep = i * depth + span(0, depth)
-                kernel = triton.load(x.grouped_wncc.at[tap1, head, channels[:, None], deep[None, :]])
+                kernel = load(x.grouped_wncc.at[tap1, head, channels[:, None], deep[None, :]])
                 return y + product(_rows(z_ref, batch, after, head, deep, same), kernel, (1, 1))
 
             y = jax.lax.fori_loop(0, c // depth, add, y)
         y = jnp.where((segment_later == segment)[:, None], y, 0.0)
         u = rows_at(x, batch, time, head, channels)
-        triton.store(out.vectors_iwnc.at[number, tap0, head, channels], jnp.sum(u * y, axis=0))
-        return total + y * triton.load(x.depthwise_wnc.at[tap0, head, channels]).astype(jnp.float32)[None, :]
+        store(out.vectors_iwnc.at[number, tap0, head, channels], jnp.sum(u * y, axis=0))
+        return total + y * load(x.depthwise_wnc.at[tap0, head, channels]).astype(jnp.float32)[None, :]
 
     total = jax.lax.fori_loop(0, taps0, step, jnp.zeros((time.size, c), jnp.float32))
     # QK-mean comes last, since registers cannot hold its rows beside the matmuls' tiles.
     own = _rows(z_ref, batch, time, head, channels).astype(jnp.float32)
-    triton.store(out.vectors_iwnc.at[number, taps0, head, channels], jnp.sum(own, axis=0))
+    store(out.vectors_iwnc.at[number, taps0, head, channels], jnp.sum(own, axis=0))
     first, count = partners(head, n - num_kv, num_kv)
 
     def partner(i: jax.Array, others: jax.Array) -> jax.Array:
@@ -196,7 +195,7 @@ def _shift_back(x: Any, d_v_ref: Any, out: Any, place: _Place) -> None:
         _store(out.halo_delayed_b1x, batch, time + 1, (column[None, :],), delayed, late[None, :])
     if out.start_ix is not None:
         starts = jnp.where((segments_at(x, batch, time - 1) == segment)[:, None], 0.0, value.astype(jnp.float32))
-        triton.store(out.start_ix.at[number, column], jnp.sum(starts, axis=0), mask=late)
+        store(out.start_ix.at[number, column], jnp.sum(starts, axis=0), mask=late)
 
 
 def _rows(
@@ -204,14 +203,14 @@ def _rows(
 ) -> jax.Array:
     """Load the `chosen` rows of a head, [tokens, channels] in their dtype; zero elsewhere and outside of the piece."""
     mask = filled((chosen & (time >= 0) & (time < ref.shape[1]))[:, None], time.size, channels.size)
-    return triton.load(ref.at[batch, time[:, None], head, channels[None, :]], mask=mask, other=0.0)
+    return load(ref.at[batch, time[:, None], head, channels[None, :]], mask=mask)
 
 
 def _store(ref: Any, batch: Any, row: jax.Array, rest: tuple[Any, ...], value: jax.Array, columns: Any = True) -> None:
     mask = filled(((row >= 0) & (row < ref.shape[1]))[:, None] & columns, *value.shape)
     # Masked rows get an index past the end: interpreted, a negative index would count from the end.
     at = (batch, jnp.where(row < 0, ref.shape[1], row)[:, None], *rest)
-    triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
+    store(ref.at[at], value.astype(ref.dtype), mask=mask)
 
 
 def _through_products(x: MixArrays, z_bsnc: jax.Array, architecture: Architecture) -> jax.Array:
@@ -240,4 +239,4 @@ def _matrices_kernel(x: Any, z_ref: Any, out_ref: Any, *, tokens: int) -> None:
 
     last = jnp.minimum((part + 1) * each, b * in_row)
     total = jax.lax.fori_loop(part * each, last, step, jnp.zeros((c, c), jnp.float32))
-    triton.store(out_ref.at[part, tap, head, channels[:, None], channels[None, :]], total)
+    store(out_ref.at[part, tap, head, channels[:, None], channels[None, :]], total)

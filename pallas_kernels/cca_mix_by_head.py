@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from pallas_kernels import cca_mix as mix
 from pallas_kernels.cca_mix import MixArrays, filled, rows_at, sizes_of, span
+from pallas_kernels.launch import store
 from pallas_kernels.tiles import Architecture
 
 
@@ -53,14 +53,17 @@ def _mix_head(
     own = [rows_at(x, batch, time, head, column) for column in columns]
     parts = jax.lax.fori_loop(0, count, add, [part + 0.5 * row for part, row in zip(parts, own, strict=True)])
     inverse = jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1) for part in parts) + 1e-12)
-    triton.store(inverse_ref.at[batch, head, time], inverse, mask=inside)
+    store(inverse_ref.at[batch, head, time], inverse, mask=inside)
     scale = c**0.5 * jnp.where(query, 1.0, mix.temperature(x.temperature_k, group))
     tables = mix.rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
     turned = mix.rotated([part * (inverse * scale)[:, None] for part in parts], *tables)
     for part, column in zip(turned, columns, strict=True):
         for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
-            triton.store(ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype),
-                         mask=filled((inside & own_kind)[:, None], *part.shape))  # fmt: skip
+            store(
+                ref.at[batch, time[:, None], number, column[None, :]],
+                part.astype(ref.dtype),
+                mask=filled((inside & own_kind)[:, None], *part.shape),
+            )
 
 
 def partners(head: jax.Array, queries: int, num_kv: int) -> tuple[jax.Array, jax.Array]:

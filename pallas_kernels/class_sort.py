@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.tiles import Architecture, tile
 
 _MOST = 2**19  # tokens × classes² of a program, whose counts, one for each token and class, are in registers
@@ -25,11 +24,8 @@ def class_sort(
     """Sort tokens by class.
 
     The int32 class of a token may be `classes` or more, which is one more class, the last. `dtype` is that of
-    activations, with which tiles are measured.
-
-    Returns:
-      int32 [t], the tokens in the order of their classes, otherwise in their own; and int32 [classes], the number of
-      tokens of each class.
+    activations, with which tiles are measured. Returns int32 [t], the tokens in the order of their classes, otherwise
+    in their own; and int32 [classes], the number of tokens of each class.
     """
     cut = tile("class_sort", architecture, dtype)
     lanes, count = pl.next_power_of_2(classes), class_t.shape[0]
@@ -46,7 +42,7 @@ def _kernel(class_ref: Any, order_ref: Any, sizes_ref: Any, *, tokens: int, lane
     def labels(index: jax.Array | int) -> jax.Array:
         """Return the classes of the tokens of a tile, the last class for tokens past the end."""
         token = index * tokens + jnp.arange(tokens, dtype=jnp.int32)
-        return triton.load(class_ref.at[token], mask=token < count, other=classes)
+        return load(class_ref.at[token], mask=token < count, other=classes)
 
     def members(label: jax.Array) -> jax.Array:
         """Return int32 [lanes, tokens], 1 in the lane of each token's class; the last class has no lane.
@@ -75,8 +71,8 @@ def _kernel(class_ref: Any, order_ref: Any, sizes_ref: Any, *, tokens: int, lane
     last = every.sum() + token - earlier.sum(0)
     placed = (member * (earlier + start[:, None])).sum(0)
     place = jnp.where(member.sum(0) > 0, placed, last)
-    triton.store(order_ref.at[jnp.where(token < count, place, count)], token, mask=token < count)
+    store(order_ref.at[jnp.where(token < count, place, count)], token, mask=token < count)
 
     @pl.when(own == 0)
     def _() -> None:
-        triton.store(sizes_ref.at[lane], every, mask=lane < classes)
+        store(sizes_ref.at[lane], every, mask=lane < classes)

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from pallas_kernels.attention import attend, finish, nothing
 from pallas_kernels.attention_tiles import AttentionInputs, Refs, Static, key_head, load_rows, rows_of, tile_of
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.tiles import Architecture, tile
 
 ROWS = 64  # maximum rows (query heads of a key head × queries) for this kernel
@@ -65,18 +64,18 @@ def _kernel(offset_ref: Any, x: Refs, o_ref: Any, lse_ref: Any, *, static: Stati
     o, lse = finish(state)
     channels = part * c + jnp.arange(c, dtype=jnp.int32)[None, :]
     at = (head[0], rows.query[:, None], rows.query_head[:, None], channels)
-    triton.store(o_ref.at[at], o, mask=rows.inside[:, None] & (channels >= 0))
-    triton.store(lse_ref.at[head[0], rows.query, rows.query_head, part], lse, mask=rows.inside)
+    store(o_ref.at[at], o, mask=rows.inside[:, None] & (channels >= 0))
+    store(lse_ref.at[head[0], rows.query, rows.query_head, part], lse, mask=rows.inside)
 
 
 def _join_kernel(o_parts_ref: Any, lse_parts_ref: Any, o_ref: Any, lse_ref: Any, *, parts: int, c: int) -> None:
     row = pl.program_id(0)
     part = row * parts + jnp.arange(parts, dtype=jnp.int32)
     channels = jnp.arange(c, dtype=jnp.int32)
-    lse = triton.load(lse_parts_ref.at[part])
+    lse = load(lse_parts_ref.at[part])
     top = lse.max(0)
     weight = jnp.exp(lse - top)
     total = weight.sum(0)
-    o = triton.load(o_parts_ref.at[part[:, None], channels[None, :]])
-    triton.store(o_ref.at[row, channels], ((o * weight[:, None]).sum(0) / total).astype(o_ref.dtype))
-    triton.store(lse_ref.at[row], top + jnp.log(total))
+    o = load(o_parts_ref.at[part[:, None], channels[None, :]])
+    store(o_ref.at[row, channels], ((o * weight[:, None]).sum(0) / total).astype(o_ref.dtype))
+    store(lse_ref.at[row], top + jnp.log(total))

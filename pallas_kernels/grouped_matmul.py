@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, platform, tile
 
@@ -44,13 +43,16 @@ class RowTile(NamedTuple):
     matrix: tuple[jax.Array, jax.Array]  # indices of the layer and of the group's matrix
     meets: jax.Array  # int32, 1 if there is a matrix to multiply by, 0 for rows of no group
 
+    def layer(self, ref: Any) -> tuple[jax.Array, ...]:
+        """Return the index of the layer in rows of all layers [l, t, q]; none for those of one layer, [t, q]."""
+        return self.matrix[: len(ref.shape) - 2]
+
 
 def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int = 0) -> jax.Array:
     """Split the rows into tiles of `block` rows, each within one group; tiles of rows of no group come last.
 
-    Returns:
-      int32 [4, m]: group of each tile (e or more for no group), its first row, the end of its group, and the layer.
-      Superfluous tiles start past their end. m is a multiple of `TOGETHER`.
+    Returns int32 [4, m]: group of each tile (e or more for no group), its first row, the end of its group, and the
+    layer. Superfluous tiles start past their end. m is a multiple of `TOGETHER`.
     """
     groups = sizes_e.shape[0] + 1
     most = (rows + groups * (block - 1)) // block
@@ -103,13 +105,6 @@ def both(first: jax.Array | None, second: jax.Array | None) -> jax.Array | None:
     return first[:, None] if second is None else first[:, None] & second[None, :]
 
 
-def load(ref: Any, *index: Any, mask: jax.Array | None) -> jax.Array:
-    """Load `ref[index]`, zero where `mask` is false."""
-    if mask is None:
-        return triton.load(ref.at[index])
-    return triton.load(ref.at[index], mask=mask, other=0)
-
-
 Columns = Sequence[tuple[jax.Array, jax.Array | None]]  # indices, and mask of the valid ones; None if all are
 
 
@@ -125,13 +120,13 @@ def rows_times_matrix(
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         inner, exists = piece(i, depth, p)
-        x = load(x_ref, rows[:, None], inner[None, :], mask=both(None, exists))
+        x = load(x_ref.at[rows[:, None], inner[None, :]], mask=both(None, exists))
         products = []
         for (column, fits), total in zip(columns, sums, strict=True):
             if transpose:
-                w = load(w_ref, *own.matrix, column[:, None], inner[None, :], mask=both(fits, exists))
+                w = load(w_ref.at[*own.matrix, column[:, None], inner[None, :]], mask=both(fits, exists))
             else:
-                w = load(w_ref, *own.matrix, inner[:, None], column[None, :], mask=both(exists, fits))
+                w = load(w_ref.at[*own.matrix, inner[:, None], column[None, :]], mask=both(exists, fits))
             products.append(total + product(x, w, (1, 1 if transpose else 0)))
         return tuple(products)
 
@@ -152,10 +147,10 @@ def _product_kernel(
     written = own.rows
     if order_ref is not None:
         # Masked rows get an index past the end: an emulated store would otherwise overwrite rows of this tile.
-        written = triton.load(order_ref.at[own.rows], mask=own.inside, other=out_ref.shape[0])
+        written = load(order_ref.at[own.rows], mask=own.inside, other=out_ref.shape[0])
     if scale_ref is not None:
-        out = out * triton.load(scale_ref.at[written], mask=own.inside, other=0)[:, None]
-    triton.store(out_ref.at[written[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
+        out = out * load(scale_ref.at[written], mask=own.inside)[:, None]
+    store(out_ref.at[written[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
 
 
 def grouped_product(
@@ -166,10 +161,8 @@ def grouped_product(
 
     Rows are bf16 or fp32 and sorted by group, matrices of the same dtype; `sizes_e` is the int32 number of rows of each
     group, whose sum is at most t. `moved` is an int32 permutation, by which row i of the result is written to row
-    `order_t[i]`, and fp32 factors of the written rows; None for neither.
-
-    Returns:
-      [t, q] (with `transpose` [t, p]) in the dtype of the rows, sums in fp32; zero in rows past the groups.
+    `order_t[i]`, and fp32 factors of the written rows; None for neither. Returns [t, q] (with `transpose` [t, p]) in
+    the dtype of the rows, sums in fp32; zero in rows past the groups.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
     (w_lepq, layer), cut = w, tile(name, architecture, x_tp.dtype)
@@ -197,20 +190,20 @@ def _outer_kernel(
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         rows = first + i * depth + jnp.arange(depth, dtype=jnp.int32)
         inside = rows < end
-        place = triton.load(order_ref.at[rows], mask=inside, other=0) if moved else rows
+        place = load(order_ref.at[rows], mask=inside) if moved else rows
         x_rows, y_rows = place if moved == "x" else rows, place if moved == "y" else rows
         # Rows of other groups are masked in both, since they may not be finite. x is loaded transposed, which AMD's
         # compiler does on the way to shared memory; it cannot do that for a tile transposed after loading.
-        x = load(x_ref, x_rows[None, :], x_column[:, None], mask=both(x_fits, inside))
-        y = load(y_ref, y_rows[:, None], y_column[None, :], mask=both(inside, y_fits))
+        x = load(x_ref.at[x_rows[None, :], x_column[:, None]], mask=both(x_fits, inside))
+        y = load(y_ref.at[y_rows[:, None], y_column[None, :]], mask=both(inside, y_fits))
         return total + product(x, y)
 
     steps = jax.lax.div(end - first + (depth - 1), depth)
     out = jax.lax.fori_loop(0, steps, step, jnp.zeros((m, n), jnp.float32))
     here, mask = (layer, group, x_column[:, None], y_column[None, :]), both(x_fits, y_fits)
     if total_ref is not None:
-        out += load(total_ref, *here, mask=mask)
-    triton.store(out_ref.at[here], out.astype(out_ref.dtype), mask=mask)
+        out += load(total_ref.at[here], mask=mask)
+    store(out_ref.at[here], out.astype(out_ref.dtype), mask=mask)
 
 
 def grouped_outer(
@@ -220,11 +213,9 @@ def grouped_outer(
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 
     Rows are bf16 or fp32, sorted by group; sorted row i of the array that is `moved` ('x', 'y', or '' for neither) is
-    its row `order_t[i]`. With `total_lepq`, fp32, the result is added to its `layer` in place.
-
-    Returns:
-      `total_lepq` with the sum in its layer; without it, the products alone [1, e, p, q] in the dtype of `x_tp`, zero
-      for empty groups. Sums are in fp32.
+    its row `order_t[i]`. With `total_lepq`, fp32, the result is added to its `layer` in place. Returns `total_lepq`
+    with the sum in its layer; without it, the products alone [1, e, p, q] in the dtype of `x_tp`, zero for empty
+    groups. Sums are in fp32.
     """
     cut = tile("grouped_outer", architecture, x_tp.dtype)
     m, n, _ = cut.sizes

@@ -1,7 +1,7 @@
-"""Launch a kernel: with Pallas' Triton backend, or interpreted.
+"""Launch a kernel, and load and store in one: with Pallas' Triton backend, or interpreted.
 
-The Triton backend supports CUDA and ROCm from jax 0.10 to 0.12. Its parameters must be explicit: without them jax 0.10
-uses another backend, which does not support ROCm.
+No other file knows the backend, which jax has deprecated. It supports CUDA and ROCm from jax 0.10 to 0.12. Its
+parameters must be explicit: without them jax 0.10 uses another backend, which does not support ROCm.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,13 @@ from jax.experimental.pallas import triton
 from pallas_kernels.tiles import Architecture, Tile, architecture_name
 
 Out = jax.ShapeDtypeStruct  # shape and dtype of an output
+store = triton.store  # `store(ref.at[index], values, mask=mask)` stores values where `mask` is true
 _WHOLE = pl.BlockSpec(memory_space=pl.ANY)  # a whole array, for masked loads and stores at any index
+
+
+def load(ref: Any, mask: jax.Array | None = None, other: jax.typing.ArrayLike = 0) -> jax.Array:
+    """Load `ref`, as in `load(ref.at[index])`, and `other` where `mask` is false."""
+    return triton.load(ref, mask=mask, other=None if mask is None else other)
 
 
 def launch(

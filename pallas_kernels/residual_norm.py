@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.tiles import Architecture, Tile, tile
 
 WIDEST = 8192  # maximum lanes that a program of 1,024 threads can hold in registers
@@ -75,11 +74,9 @@ def residual_norm_backward(
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Compute the gradients of the inputs of `residual_norm_forward`, also without an output, or without a norm.
 
-    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm.
-
-    Returns:
-      Gradients of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight,
-      then `vectors_d` in order. Without a norm its weight is left out, for a plain sum the vectors are.
+    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm. Returns gradients
+    of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight, then
+    `vectors_d` in order. Without a norm its weight is left out, for a plain sum the vectors are.
     """
     tokens, width = x.stream_td.shape
     elements = x.output_td if d_normed_td is None else d_normed_td
@@ -110,15 +107,15 @@ class _Place(NamedTuple):
 
     def load(self, ref: Any) -> jax.Array:
         """Load the elements from `ref` in fp32; zero outside."""
-        return triton.load(ref.at[self.row, self.column], mask=self.inside, other=0).astype(jnp.float32)
+        return load(ref.at[self.row, self.column], mask=self.inside).astype(jnp.float32)
 
     def vector(self, ref: Any) -> jax.Array:
         """Load the columns of a vector, fp32 [1, lanes]; zero outside."""
-        return triton.load(ref.at[self.column], mask=self.column < ref.shape[0], other=0).astype(jnp.float32)
+        return load(ref.at[self.column], mask=self.column < ref.shape[0]).astype(jnp.float32)
 
     def store(self, ref: Any, value: jax.Array) -> None:
         """Store the elements of `value` that are inside the array."""
-        triton.store(ref.at[self.row, self.column], value.astype(ref.dtype), mask=self.inside)
+        store(ref.at[self.row, self.column], value.astype(ref.dtype), mask=self.inside)
 
 
 def _place(step: jax.Array, part: jax.Array | int, cut: Cut, shape: tuple[int, int]) -> _Place:
@@ -230,4 +227,4 @@ def _backward_kernel(
     sums = jax.lax.fori_loop(0, cut.steps, step, (nothing,) * partial_ref.shape[1])
     column = _place(program, own, cut, stream_ref.shape).column
     for index, total in enumerate(sums):
-        triton.store(partial_ref.at[program, index, column], total.sum(0, keepdims=True), mask=column < width)
+        store(partial_ref.at[program, index, column], total.sum(0, keepdims=True), mask=column < width)

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from pallas_kernels.launch import Out, launch
+from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, Tile, tile
 
@@ -24,11 +23,9 @@ Epilogue = Callable[..., jax.Array]  # sum of a tile, its matrix and place, then
 def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
     """Compute G = s² X Xᵀ for each matrix, in the form that `polynomial` takes.
 
-    X is in bf16 or fp32, s of each matrix in fp32.
-
-    Returns:
-      G, [n, p, p] in the dtype of X and exactly symmetric; and its unrounded tiles on and above the diagonal, fp32
-      [n, tiles, rows, rows] in the order of `upper_tiles`, zero outside of the matrix.
+    X is in bf16 or fp32, s of each matrix in fp32. Returns G, [n, p, p] in the dtype of X and exactly symmetric; and
+    its unrounded tiles on and above the diagonal, fp32 [n, tiles, rows, rows] in the order of `upper_tiles`, zero
+    outside of the matrix.
     """
     (n, p, _), cut = x_npq.shape, _tile(x_npq, architecture)
     exact = Out((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)
@@ -84,7 +81,7 @@ def _kernel(epilogue: Epilogue, size: int, depth: int, inputs: tuple[Any, ...], 
 
         def block(outer: jax.Array) -> jax.Array:
             mask = (outer < p)[:, None] & (inner < q)[None, :]
-            return triton.load(x.at[matrix, outer[:, None], inner[None, :]], mask=mask, other=0)
+            return load(x.at[matrix, outer[:, None], inner[None, :]], mask=mask)
 
         return total + product(block(rows), block(columns), (1, 1))
 
@@ -92,10 +89,12 @@ def _kernel(epilogue: Epilogue, size: int, depth: int, inputs: tuple[Any, ...], 
     value = epilogue(total, matrix, place, *operands, further).astype(out.dtype)
     # Both halves of a diagonal tile are summed in different orders, so one is replaced by the mirror of the other.
     value = jnp.where(rows[:, None] <= columns[None, :], value, value.T)
-    triton.store(out.at[matrix, rows[:, None], columns[None, :]], value,
-                 mask=(rows < p)[:, None] & (columns < p)[None, :])  # fmt: skip
-    triton.store(out.at[matrix, columns[:, None], rows[None, :]], value.T,
-                 mask=((columns < p) & (i < j))[:, None] & (rows < p)[None, :])  # fmt: skip
+    store(out.at[matrix, rows[:, None], columns[None, :]], value, mask=(rows < p)[:, None] & (columns < p)[None, :])
+    store(
+        out.at[matrix, columns[:, None], rows[None, :]],
+        value.T,
+        mask=((columns < p) & (i < j))[:, None] & (rows < p)[None, :],
+    )
 
 
 def _gram_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, scale: Any, exact: Any) -> jax.Array:

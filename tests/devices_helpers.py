@@ -91,12 +91,12 @@ def _serve() -> None:
             return
         module, _, name = function.partition(":")
         try:
-            found = True, getattr(importlib.import_module(module), name)(*arguments)
+            result = True, getattr(importlib.import_module(module), name)(*arguments)
         except Exception:
-            found = False, traceback.format_exc()
-        pickle.dump(found, answers)
+            result = False, traceback.format_exc()
+        pickle.dump(result, answers)
         answers.flush()
-        del found
+        del result
         jax.clear_caches()  # else what all calls have compiled adds up
 
 

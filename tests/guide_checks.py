@@ -27,6 +27,7 @@ from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.lab.predict.compilers.gpus import GPUS, target_config
 from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.model.experts import rows_per_token
+from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.gram_polynomial import gram_polynomial
 from zaya_jax.optim.build import make_optimizer
@@ -106,7 +107,7 @@ def check_accelerator():
 def check_axis():
     config = load_config("configs/tiny.yaml", ["parallel.replica=2", "parallel.fsdp=2", "train.batch.tokens=24576"])
     program = simulated_programs(config, 12)[0]
-    matrices = [leaf for leaf in program.placement.leaves.values() if leaf.in_layer]
+    matrices = [leaf for leaf in program.placement.leaves.values() if leaf.role in MATRIX_ROLES]
     assert matrices
     assert all(leaf.by_layer and "replica" not in leaf.split for leaf in matrices)
     rows = storage_rows(program.placement, program.abstract_state)

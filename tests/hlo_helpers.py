@@ -57,15 +57,15 @@ class Collective(NamedTuple):
 
 def collectives(text: str, sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective of an HLO `text` that was compiled for a mesh of these `sizes`."""
-    found = []
+    results = []
     for place, loops in _places(parse(text)):
         for call in place_collectives(place):
             first = place.instructions[call.start]
             over = mesh_axes(call.kind, call.groups, sizes)
             assert over, first
             devices = math.prod(sizes[axis] for axis in over)
-            found.append(Collective(call.kind, first.shape, over, devices, loops, _stage(first.op_name)))
-    return found
+            results.append(Collective(call.kind, first.shape, over, devices, loops, _stage(first.op_name)))
+    return results
 
 
 def product_flops(text: str) -> float:

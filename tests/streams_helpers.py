@@ -25,7 +25,7 @@ _SECONDS = 300  # after which a command hangs
 _SERVER = "from tests.streams_helpers import serve; serve()"
 _NOISE = random.Random(0).randbytes(3000) + b"\xff\n/reset\n\x80"  # no UTF-8
 _IMPORTED = ("checkpoint.commands", "data.prepare", "evaluate.evaluate_command", "generate.chat",
-             "lab.measure.describe", "aegis.report.page", "train.final_report", "weights.average",
+             "lab.measure.installation", "aegis.report.page", "train.final_report", "weights.average",
              "weights.interop")  # fmt: skip
 
 

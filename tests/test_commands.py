@@ -37,14 +37,14 @@ def test_every_room_with_a_command_is_listed():
 def test_the_help_names_every_command(asked, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["zaya", *asked])
     assert main() == 0
-    said = capsys.readouterr().out
-    assert all(f"\n  {name}" in said and summary in said for name, (_, summary) in COMMANDS.items())
+    output = capsys.readouterr().out
+    assert all(f"\n  {name}" in output and summary in output for name, (_, summary) in COMMANDS.items())
 
 
 def test_an_unknown_command_is_told_with_the_nearest(capsys):
     assert main(["trian"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("Error: zaya has no command 'trian'. Did you mean train? Its commands are train, data")
+    output = capsys.readouterr().err
+    assert output.startswith("Error: zaya has no command 'trian'. Did you mean train? Its commands are train, data")
     assert main(["xyzzy"]) == 2
     assert "mean" not in capsys.readouterr().err
 
@@ -54,7 +54,7 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"zaya_jax {version('zaya_jax')}\n"
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["train", "seed=1"], "the configuration is missing; add its file, such as configs/tiny.yaml"),
     (["train", "a.yaml", "seed=1", "b.yml"], "2 configurations are named (a.yaml, b.yml); name one"),
     (["train", "--config", "a.yaml", "seed=1", "--config", "a.yaml"], "2 configurations are named (a.yaml, a.yaml)"),
@@ -66,12 +66,12 @@ def test_the_version_is_that_of_the_package(capsys):
     (["generate", "runs/tiny", "--promt", "def "], "Did you mean --prompt?"),
     (["data", "prepare", "--input", "a", "--tokenizer", "b", "--output", "c", "--wrkers=1"], "Did you mean --workers?"),
 ])  # fmt: skip
-def test_a_misspelled_command_line_is_told_with_what_was_meant(arguments, said, capsys):
+def test_a_misspelled_command_line_is_told_with_what_was_meant(arguments, message, capsys):
     command, *rest = arguments
     module = importlib.import_module({"train": "zaya_jax.main"}.get(command, f"zaya_jax.{command}.__main__"))
     with pytest.raises(SystemExit, match="2"):
         module.main(rest)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_how_to_write_a_path_that_begins_with_a_dash_is_told(tmp_path, monkeypatch, capsys):

@@ -131,7 +131,7 @@ def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (RunStopped("Three steps failed."), 1, "Stopped: Three steps failed.\n"),
         (InputError("A file is bad."), 2, "Error: A file is bad.\n"),
@@ -144,13 +144,13 @@ def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
         ),
     ],
 )
-def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, status, said):
+def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, status, message):
     def stop(*_):
         raise error
 
     monkeypatch.setattr(fit, "run_training", stop)
     assert main(["--config", str(write_run(tmp_path))]) == status
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 def test_an_exit_at_once_is_in_the_status_of_the_run(tmp_path, monkeypatch):

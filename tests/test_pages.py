@@ -17,11 +17,11 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def config_keys(tree: dict, where: str = "") -> Iterator[str]:
+def config_keys(tree: dict, prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
-        yield where + key
+        yield prefix + key
         if isinstance(value, dict):
-            yield from config_keys(value, f"{where}{key}.")
+            yield from config_keys(value, f"{prefix}{key}.")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -50,9 +50,9 @@ NAMED = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.
 
 def commands(start: str) -> list[list[str]]:
     """The arguments after `start` of each command, and of each command in the text, that begins so."""
-    found = [shlex.split(line)[len(start.split()) :] for line in [*COMMANDS, *NAMED] if line.startswith(start)]
-    assert found, start
-    return found
+    result = [shlex.split(line)[len(start.split()) :] for line in [*COMMANDS, *NAMED] if line.startswith(start)]
+    assert result, start
+    return result
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here():

@@ -73,8 +73,8 @@ def files(folder):
 
 def check(outcomes):
     for call, outcome in outcomes:
-        found = STEERS.search(outcome.out + outcome.err)
-        assert not found, (call, outcome.out + outcome.err)
+        result = STEERS.search(outcome.out + outcome.err)
+        assert not result, (call, outcome.out + outcome.err)
         assert "Traceback" not in outcome.err, (call, outcome.err)
 
 

@@ -368,5 +368,5 @@ def _plot_run(rows: list[dict[str, Any]], path: Path, compressors: dict[str, flo
 def restore(config: Config, step: int) -> tuple[TrainState, Any]:
     """The state and the position in the data in the checkpoint of `step` of the run of `config`."""
     abstract = make_program(config).abstract_state
-    found = read_checkpoint(Path(config.run_dir) / CHECKPOINTS / str(step), lambda manifest: abstract)
-    return found.state, found.manifest.metadata["data"]
+    result = read_checkpoint(Path(config.run_dir) / CHECKPOINTS / str(step), lambda manifest: abstract)
+    return result.state, result.manifest.metadata["data"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from zaya_jax import __version__
 from zaya_jax.errors import ExitCode, did_you_mean
-from zaya_jax.run.command_output import prepare_streams, status_of_output
+from zaya_jax.run.command_output import output_status, prepare_streams
 from zaya_jax.run.signals import warn
 from zaya_jax.run.typed_name import TYPED
 
@@ -30,9 +30,8 @@ def main(
 ) -> int:
     """Run a command in place of this process, as `python -m` would; `replace` does so with a program and environment.
 
-    Returns:
-      The exit status without a command to run: 0 for the help and the version, or 1 if they are lost; 2 for an unknown
-      command.
+    Returns the exit status without a command to run: 0 for the help and the version, or 1 if they are lost; 2 for an
+    unknown command.
     """
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for candidates
         from zaya_jax.completion import complete
@@ -41,10 +40,10 @@ def main(
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in {"-h", "--help"}:
         print(_help())
-        return status_of_output()
+        return output_status()
     if command == "--version":
         print(f"zaya_jax {__version__}")
-        return status_of_output()
+        return output_status()
     if command not in COMMANDS:
         meant = did_you_mean(command, COMMANDS)
         warn(f"Error: zaya has no command {command!r}.{meant} Its commands are {', '.join(COMMANDS)}.")

@@ -14,7 +14,7 @@ from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import ExitCode, is_expected
 from zaya_jax.job.jax_setup import prepare_jax
 from zaya_jax.job.process import TrainingProcess
-from zaya_jax.run.command_output import Unescaped, status_of_output
+from zaya_jax.run.command_output import Unescaped, output_status
 from zaya_jax.run.files import expanded
 from zaya_jax.run.options import parse_training, training_config
 from zaya_jax.run.progress_record import Phase, end_with_supervisor
@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             options = parse_training(arguments)
         except SystemExit as end:  # of argparse: `--help`, or an invalid option
-            process.finish(int(end.code or 0), "The command line is invalid." if end.code else "Finished.")
+            sentence = "The command line is invalid." if end.code else "Finished."
+            process.progress.end(int(end.code or 0), sentence, is_origin=True)
             raise
         try:
             config = training_config(options)
@@ -44,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(error, Exception) and not is_expected(error):
                 process.fail(error)
             return process.end(error)
-    process.finish(ExitCode.OK, "Finished.")
-    return status_of_output() if options.print_config or options.dry_run else ExitCode.OK
+    process.progress.end(ExitCode.OK, "Finished.", is_origin=True)
+    return output_status() if options.print_config or options.dry_run else ExitCode.OK
 
 
 def _train(config: Config, options: argparse.Namespace, process: TrainingProcess) -> None:
@@ -61,8 +62,6 @@ def _train(config: Config, options: argparse.Namespace, process: TrainingProcess
     process.peers = join(flags, preset.join_seconds, timeout, progress, expanded(config.run_dir))
     result = run_training(config, process.peers, progress, process.leave)
     progress.enter(Phase.FINISH)
-    if is_primary() and config.sample.tokens:
-        print("Continuing the sample prompt", flush=True)
     text = report(config, result)
     if is_primary():
         print(text)

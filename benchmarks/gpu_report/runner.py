@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.benchmark_command import share_device
 from benchmarks.gpu_report import speed
+from benchmarks.gpu_report.attention_cases import measure_attention
+from benchmarks.gpu_report.calibration import calibration, configurations
 from benchmarks.gpu_report.determinism import measure_determinism
 from benchmarks.gpu_report.state import measure_state
 from benchmarks.gpu_report.supervisor import measure_supervisor
@@ -20,7 +22,8 @@ from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.lab.measure import context_attention as context
 from zaya_jax.lab.measure.collectives.programs import check_collectives
-from zaya_jax.lab.measure.describe import describe_machine
+from zaya_jax.lab.measure.installation import describe_machine
+from zaya_jax.lab.predict.calibration import CALIBRATION
 from zaya_jax.lab.result import describe_run, print_tables, write_result
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.ops.registry import OPERATIONS, check_operations
@@ -51,12 +54,13 @@ def make_parts(small: bool, devices: int, folder: Path) -> dict[str, Part]:
     """
     parts = {
         "operations": Part(60, _check_operations, (small,)),
+        "attention": Part(150, measure_attention, (small,)),
         "determinism": Part(110, measure_determinism, (small,)),
         "step": Part(100, speed.measure_step, (small, "data")),
         "training": Part(170, measure_training, (small,)),
         "supervisor": Part(150, measure_supervisor, (small, 145)),
         "state": Part(230, measure_state, (small, 220)),
-        "kernels": Part(90, speed.measure_kernels, (small,)),
+        "kernels": Part(105, speed.measure_kernels, (small,)),
         "tune": Part(270, speed.measure_tuning, (small, 240)),
         "step_tuned": Part(100, speed.measure_tuned_step, (small, folder / "tune.json")),
         "decode": Part(70, speed.measure_decode, (small,)),
@@ -122,6 +126,9 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
                 date = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name}
                 recordings[name] = {**date, **header, **result, "before": _last(before, header)}
                 write_result(recordings[name], str(target / f"{name}.json"))
+    if found := configurations({f"{name}.json": part for name, part in (recorded | recordings).items()}):
+        write_result(calibration(found), str(target / f"{CALIBRATION}.json"))
+        print(f"Predictions read what was measured: --hardware {target / CALIBRATION}.json", flush=True)
     print()
     print_tables([figures_table(recordings)])
     post = f"The results are in {target}; please post its files in an issue."

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.decode import NEW, PROMPT, our_decode
 from benchmarks.gpu_report.runs import small_config
-from benchmarks.kernels import bench_kernels, short
+from benchmarks.kernels import SIDES, bench_kernels, short
 from benchmarks.step import default_config
 from benchmarks.train_step import EIGHT_B, Layout, time_train_step
 from zaya_jax.config import load_config
@@ -75,7 +75,7 @@ def kernel_figures(part: Mapping[str, Any], kind: str) -> Figures:
             continue
         work = Work(name, row["bytes"], row["flops"], "kernel")
         figures[name] = [short(seconds / _MS), "ms", hardware and short(work.seconds(hardware) / _MS)]
-        for peer, title in (("reference", "XLA"), ("peer", "PyTorch")):
+        for peer, title in SIDES.items():
             if row.get(peer) is not None:
                 figures[f"{name} against {title}"] = [row[peer], "×"]
     return figures
@@ -121,9 +121,10 @@ def measure_decode(small: bool) -> dict[str, Any]:
     for count in (1, new):
         seconds = time_calls(our_decode(config, dtype, prompts, count), repeats).median
         figures[f"{rows} × {prompt} tokens, then {count}"] = [round(1e3 * seconds, 2), "ms"]
-    result: dict[str, Any] = {"batches": {}, "figures": figures}
+    result: dict[str, Any] = {"batches": {}, "figures": figures, "configurations": {}}
     for batch in batches:
         traced = break_down_generation(str(shipped("tiny.yaml") if small else EIGHT_B), [], "decode", batch, prompt, 1)
+        result["configurations"][f"decode step, batch {batch}"] = traced["ran"]
         result["batches"][str(batch)] = {key: traced[key] for key in ("steps", "seconds", "untraced_seconds", "parts")}
         figures[f"decode step, batch {batch}"] = [round(1e3 * traced["untraced_seconds"], 3), "ms"]
     return result

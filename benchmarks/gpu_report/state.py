@@ -240,7 +240,7 @@ def compare_methods(folder: Path, size: int, deadline: float) -> dict[str, dict[
                 for key, value in timed_save(methods[each], turn).items():
                     rows[each][key].append(value)
             for each in METHODS:
-                restored = time_restores(methods[each]._replace(verify=None), work, state, ("cold",))
+                restored = time_restores(methods[each], work, state, ("cold",))
                 rows[each]["restore"].append(restored["restore_cold"])
             if time.monotonic() + (time.monotonic() - start) > deadline:
                 break

@@ -8,7 +8,7 @@ from typing import Any
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 GROUPS = {  # beginnings of the names of each group's files; the last group takes the rest
-    "predictions": ("gpu_", "compiled_", "kernels_compiled"),
+    "predictions": ("gpu_", "gpu/", "compiled_", "kernels_compiled"),
     "faults": ("soak_", "aegis_", "supervision"),
     "machine": ("machine_cpu/",),
     "benchmarks": ("",),

@@ -27,7 +27,7 @@ def test_any_sequence_of_failures_ends(failures, gap, jitter):
         history.append((index * gap, failure))
         decision = decide(history, POLICY, jitter=jitter)
         assert 0 <= decision.delay <= 1.1 * max(POLICY.restart.delays)
-        assert decision.why
+        assert decision.reason
         if decision.exit_code is not None:
             return
     # 20 steps of progress, 3 more attempts at each, is the most that any sequence can have

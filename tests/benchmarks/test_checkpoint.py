@@ -1,11 +1,9 @@
 import json
-import math
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import checkpoint
 from benchmarks.__main__ import main
 from benchmarks.checkpoint import (
     BARE,
@@ -18,7 +16,6 @@ from benchmarks.checkpoint import (
     restart_peak,
     summary,
     timed_save,
-    timed_steps,
 )
 from zaya_jax.lab.measure.storage import LARGE, make_state, time_restores
 
@@ -37,16 +34,12 @@ def test_a_state_has_the_size_asked_for(small):
     assert len(small) == LARGE + 3
 
 
-def test_every_way_gives_back_what_it_saved(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_WIDTH", 64)
+def test_every_way_gives_back_what_it_saved(small, tmp_path):
     for name, method in make_methods(tmp_path, small).items():
         for turn in (0, 1):
             took = timed_save(method, turn)
             assert 0 < took["stall"] <= took["commit"], name
-        kinds = {"restore_cold", "restore_warm"} | ({"verify_cold", "verify_warm"} if name == "verified" else set())
-        assert time_restores(method, tmp_path, small).keys() == kinds
-        inflation = timed_steps(method, 2)["step_inflation"]
-        assert math.isnan(inflation) or (inflation > 0 and name != "gather and pickle")
+        assert time_restores(method, tmp_path, small).keys() == {"restore_cold", "restore_warm"}
         other = {**small, "large.0": small["large.0"] + 1}
         with pytest.raises(RuntimeError, match=r"large\.0 was restored from .* with wrong values"):
             time_restores(method, tmp_path, other)
@@ -67,12 +60,8 @@ def test_medians_and_ratios(capsys):
     assert job["commit_ratio"] == pytest.approx(10.0)
     assert job["digest_share"] == pytest.approx(0.25)
     assert job["restore_ratio"] == 1.0
-    low, high = job["stall_interval"]
-    assert 10 / 3 <= low < 10 < high <= 30
     print_table(job)
-    assert (
-        f"blocks training 10.0× as long as zaya_jax (95 % interval {low:.1f} to {high:.1f})" in capsys.readouterr().out
-    )
+    assert "blocks training 10.0× as long as zaya_jax\n" in capsys.readouterr().out
 
 
 def test_the_disk_is_described(tmp_path):
@@ -89,8 +78,5 @@ def test_two_processes_are_measured(tmp_path):
     (job,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert set(job["ways"]) == {PEER, "Orbax", "Orbax, asynchronous", OURS, BARE}
     assert all(way["stall"]["median"] > 0 and way["restore_warm"]["median"] > 0 for way in job["ways"].values())
-    assert job["ways"][OURS]["verify_cold"]["median"] > 0
-    assert job["ways"][OURS]["step_inflation"]["median"] > 0.5
-    assert "step_inflation" not in job["ways"][PEER]
     assert (tmp_path / "out.png").stat().st_size > 1000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]

@@ -61,11 +61,11 @@ def test_lines_hold_each_text_about_equally_often_up_to_the_size(tmp_path):
 
 
 def test_drawn_documents_are_a_prepared_folder(tmp_path, inputs):
-    manifest = write_drawn(tmp_path / "drawn", inputs.tokenizer, 200_000, 2)
-    assert manifest == open_manifest(tmp_path / "drawn")
+    write_drawn(tmp_path / "drawn", inputs.tokenizer, 200_000, 2)
+    manifest = open_manifest(tmp_path / "drawn")
     assert len({shard.digest for shard in manifest.train.shards}) == 2
-    assert 200_000 <= manifest.train.tokens < 300_000
-    assert manifest.heldout.documents == 2
+    assert 200_000 <= manifest.train.tokens + manifest.heldout.tokens < 300_000
+    assert 0 < manifest.heldout.documents < 20
     documents = open_documents(tmp_path / "drawn", manifest, "train")
     assert 500 < np.median(documents.lengths) < 900
     assert documents.lengths.mean() > 1.4 * np.median(documents.lengths)

@@ -20,6 +20,7 @@ from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.lab.measure.tune import DECIDING
+from zaya_jax.lab.predict.calibration import get_device
 from zaya_jax.lab.result import table_lines
 from zaya_jax.model.arithmetic import total_parameters
 
@@ -58,7 +59,7 @@ def report(monkeypatch, tmp_path):
         made.clear()
         return main(["gpu_report", "--folder", str(tmp_path), "--commit", "abc", *flags])
 
-    run.made, run.works, run.folder = made, works, tmp_path / "amd_some_thing"
+    run.made, run.works, run.folder, run.machine = made, works, tmp_path / "amd_some_thing", machine
     return run
 
 
@@ -75,6 +76,20 @@ def test_a_failed_part_leaves_the_others_to_run_and_the_status_is_one(report, ca
     *_, passed, failed, last = capsys.readouterr().out.splitlines()
     assert (passed, failed) == ("Passed: machine; good", "Failed: bad")
     assert str(report.folder) in last
+
+
+def test_what_was_traced_calibrates_predictions(report, capsys):
+    work = {"part": "loss", "component": "matmuls", "kernel": "", "flops": 1e12, "bytes": 1e9, "fp32": False}
+    ran = {"seconds": 0.02, "parts": {"loss": 0.02}, "works": [{**work, "times": 10, "seconds": 0.02}]}
+    report.works["good"] = {"configurations": {"step": ran}}
+    report.works["bad"] |= {"configurations": {"step": {**ran, "seconds": 9.0}}}
+    assert report() == 1
+    assert "--hardware" not in capsys.readouterr().out, "there is no data sheet"
+    report.machine["device"] = "NVIDIA H200"
+    report()
+    assert f"--hardware {report.folder.with_name('nvidia_h200')}/calibration.json" in capsys.readouterr().out
+    measured = get_device(str(report.folder.with_name("nvidia_h200") / "calibration.json"), 1)
+    assert [(rate.work, rate.seconds, rate.current) for rate in measured.rates] == [("matmuls", 0.002, True)]
 
 
 def test_a_second_call_goes_on_with_what_failed_or_was_left(report, capsys):

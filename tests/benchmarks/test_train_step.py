@@ -18,6 +18,7 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
 from zaya_jax.lab.measure.step_trace import Interval, Trace
+from zaya_jax.lab.predict.calibration import get_device
 from zaya_jax.lab.predict.compilers.hlo import parse
 from zaya_jax.lab.predict.compilers.predict import predict
 from zaya_jax.lab.predict.dry_run import memory
@@ -92,8 +93,9 @@ def run(monkeypatch):
 
 def test_a_step_is_predicted_from_its_own_compiled_program(run):
     part = run("NVIDIA H200", TEXT)
-    predicted = predict(parse(TEXT), H200).seconds
+    predicted = predict(parse(TEXT), get_device("h200", 1)).seconds
     assert part["predicted"]["seconds"] == predicted
+    assert part["configurations"]["step of 2 layers, data"]["seconds"] == 0.1
     assert part["compiled"]["launches"]["step"] == 2 + 4 * 20 * 2
     assert part["compiled"]["collectives"][0]["kind"] == "all-gather"
     figures = step_figures(part, "NVIDIA H200")

@@ -20,7 +20,7 @@ class Damage(NamedTuple):
     """What was done to which file."""
 
     kind: str
-    where: str
+    place: str
     file: str
     detail: str
 
@@ -50,19 +50,19 @@ def unread(folder: Path, states: dict[int, Any]) -> set[str]:
     return unread_files
 
 
-def damage(folder: Path, rng: random.Random, kind: str, where: str, spared: Collection[str] = ()) -> Damage:
+def damage(folder: Path, rng: random.Random, kind: str, place: str, spared: Collection[str] = ()) -> Damage:
     """Do it to a file of checkpoint 2 in `folder` that is not `spared`, or to what is said of the checkpoints there."""
     files = [path for path in sorted((folder / "2").rglob("*")) if path.is_file()]
-    files = [path for path in files if ("d" in path.parts) == (where == "data")]
+    files = [path for path in files if ("d" in path.parts) == (place == "data")]
     files = [path for path in files if path.relative_to(folder).as_posix() not in spared]
-    if where == "metadata":
+    if place == "metadata":
         files.append(folder / "GENERATION")
     if kind in ("flip", "truncate", "zero page"):
         files = [path for path in files if path.stat().st_size]
     if kind == "zero page":
         files = [path for path in files if any(path.read_bytes())]
     path, before = rng.choice(files), _contents(folder)
-    done = Damage(kind, where, path.relative_to(folder).as_posix(), _DO[kind](path, files, rng))
+    done = Damage(kind, place, path.relative_to(folder).as_posix(), _DO[kind](path, files, rng))
     assert _contents(folder) != before, f"{done} changed nothing"
     return done
 
@@ -138,8 +138,8 @@ def count(folder: Path, number: int, seed: int, all_files: bool) -> dict[str, Co
     for index in range(number):
         run = folder / "run"
         shutil.copytree(folder / "whole", run)
-        kind, where = KINDS[index % len(KINDS)], WHERE[index // len(KINDS) % len(WHERE)]
-        done = damage(run, rng, kind, where, spared)
+        kind, place = KINDS[index % len(KINDS)], WHERE[index // len(KINDS) % len(WHERE)]
+        done = damage(run, rng, kind, place, spared)
         try:
             ending = _ending(run, done, states)
             # Which process may write, as GENERATION says, does not matter to values.
@@ -147,16 +147,16 @@ def count(folder: Path, number: int, seed: int, all_files: bool) -> dict[str, Co
         except Exception as error:
             error.add_note(f"{done} (damage {index}, seed {seed})")
             raise
-        counts.setdefault(f"{kind}, {where}", Counter())[ending] += 1
+        counts.setdefault(f"{kind}, {place}", Counter())[ending] += 1
         shutil.rmtree(run)
     return counts
 
 
 def _ending(run: Path, done: Damage, states: dict[int, Any]) -> str:
-    said: list[str] = []
-    step, state = newest(run, said, WIDTH)
+    messages: list[str] = []
+    step, state = newest(run, messages, WIDTH)
     if differing(state, states[step]):
         return "silent"
-    assert (step == 1) == any("It was quarantined as 2.corrupt-" in sentence for sentence in said), (done, said)
+    assert (step == 1) == any("It was quarantined as 2.corrupt-" in sentence for sentence in messages), (done, messages)
     assert (run / "2").exists() == (step == 2), done
     return "harmless" if step == 2 else "found"

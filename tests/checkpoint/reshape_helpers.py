@@ -124,12 +124,12 @@ def run_job(folder: Path, what: str, name: str, seconds: float = 280) -> Any:
         for index in range(shape.processes)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=seconds) for process in processes]
+        output = [process.communicate(timeout=seconds) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert all(process.returncode == 0 for process in processes), said
-    return json.loads(said[0][0].splitlines()[-1])
+    assert all(process.returncode == 0 for process in processes), output
+    return json.loads(output[0][0].splitlines()[-1])
 
 
 def _main(what: str, name: str, folder: str, port: str, index: str) -> None:

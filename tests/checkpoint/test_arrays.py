@@ -142,7 +142,7 @@ def by_layout():
         changed[5, 9] += 1
         wrong = differing({"x": jax.device_put(changed, read)}, expected)
         elsewhere = len(same[1].get("x", ()))
-        seen = [where for where in expected["x"] if where not in wrong[1].get("x", ())]
+        seen = [span for span in expected["x"] if span not in wrong[1].get("x", ())]
         covers = any(s[0].start <= 5 < s[0].stop and s[1].start <= 9 < s[1].stop for s in map(read_slice, seen))
         results.append((same[0], wrong[0], elsewhere, covers))
     return results, leaf
@@ -178,8 +178,8 @@ def test_small_arrays_come_back_out_of_the_packed_ones_bitwise(drawn):
 def packed_on_devices():
     mesh = jax.make_mesh((8,), ("data",))
     split = jax.device_put(jnp.arange(8), NamedSharding(mesh, PartitionSpec("data")))
-    whole = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec()))
-    packed = pack_arrays({"split": split, "whole": whole, "large": jnp.zeros(2**14 // 4 + 1)})
+    replicated = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec()))
+    packed = pack_arrays({"split": split, "whole": replicated, "large": jnp.zeros(2**14 // 4 + 1)})
     written, held, leaves = packed.arrays, packed.small, packed.leaves
     return (set(written), set(held), leaves["whole"]["at"], "at" in leaves["split"], written["split"] is split,
             written[SMALL_ARRAYS].view(np.int32))  # fmt: skip

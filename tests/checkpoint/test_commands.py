@@ -37,13 +37,13 @@ def run(tmp_path_factory):
     return folder
 
 
-def said(capsys, *arguments):
+def printed(capsys, *arguments):
     status = main([str(argument) for argument in arguments])
     return status, capsys.readouterr()
 
 
 def test_ls_has_a_line_for_each(run, capsys):
-    status, text = said(capsys, "ls", run)
+    status, text = printed(capsys, "ls", run)
     lines = text.out.splitlines()
     assert status == 0
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
@@ -52,45 +52,45 @@ def test_ls_has_a_line_for_each(run, capsys):
     assert lines[4:] == ["quarantined: 0.corrupt-20260101T000000"]
     with pytest.raises(RunStopped), track_status(run):
         raise RunStopped("Nothing could be saved.")
-    status, text = said(capsys, "ls", run)
+    status, text = printed(capsys, "ls", run)
     assert text.out.splitlines()[-1].startswith("stopped with exit status 1 (process ")
     assert text.out.endswith("Nothing could be saved.\n")
 
 
 def test_verify_names_what_is_damaged_and_ends_with_one(run, capsys):
-    status, text = said(capsys, "verify", run / "checkpoints" / "1")
+    status, text = printed(capsys, "verify", run / "checkpoints" / "1")
     assert (status, "OK, all checksums match (5 arrays" in text.out) == (0, True)
-    status, text = said(capsys, "verify", run)
+    status, text = printed(capsys, "verify", run)
     assert status == 1
     assert "checkpoints/3" in text.out
-    status, text = said(capsys, "verify", "--all", run)
+    status, text = printed(capsys, "verify", "--all", run)
     assert status == 1
     assert text.out.count("OK, all checksums match (5 arrays") == 2
 
 
 def test_inspect_gives_norms(run, capsys):
-    status, text = said(capsys, "inspect", run / "checkpoints" / "2")
+    status, text = printed(capsys, "inspect", run / "checkpoints" / "2")
     assert status == 0
     (line,) = [line for line in text.out.splitlines() if line.startswith("balance.")]
     assert line.split()[1:] == ["float32", "2×4", f"{(8 * 4) ** 0.5:.6g}", "2"]
 
 
 def test_diff_is_empty_for_equal_ones_alone(run, capsys, tmp_path):
-    assert said(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "1") == (
+    assert printed(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "1") == (
         0,
         ("The checkpoints are identical.\n", ""),
     )
-    status, text = said(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "2")
+    status, text = printed(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "2")
     assert status == 1
     assert "step: max abs diff 1," in text.out
     other = save_run(tmp_path, [1], seed=5)
-    status, text = said(capsys, "diff", run / "checkpoints" / "1", other)
+    status, text = printed(capsys, "diff", run / "checkpoints" / "1", other)
     assert (status, text.out) == (1, "seed: 0 vs 5\n")
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "inspect"])
 def test_what_is_no_run_is_refused(verb, tmp_path, capsys):
-    status, text = said(capsys, verb, tmp_path / "nothing")
+    status, text = printed(capsys, verb, tmp_path / "nothing")
     assert status == 2
     assert text.err.startswith("Error: ")
     assert "nothing" in text.err
@@ -161,16 +161,16 @@ def test_files_that_are_nested_without_end_are_answered(tmp_path, capsys):
     folder = save_run(tmp_path / "run", [1, 2]) / "checkpoints" / "2"
     deep = b'{"a":' * 10**5
     (tmp_path / "run" / "phases.json").write_bytes(deep)
-    assert said(capsys, "inspect", f"{tmp_path}/run@one")[0] == 2
+    assert printed(capsys, "inspect", f"{tmp_path}/run@one")[0] == 2
     (tmp_path / "run" / "phases.json").write_text("[7]")
-    assert said(capsys, "inspect", f"{tmp_path}/run@one")[0] == 2
-    assert said(capsys, "prune", tmp_path / "run", "--keep", "1", "--dry-run")[0] == 2
+    assert printed(capsys, "inspect", f"{tmp_path}/run@one")[0] == 2
+    assert printed(capsys, "prune", tmp_path / "run", "--keep", "1", "--dry-run")[0] == 2
     (tmp_path / "run" / "checkpoints" / "GENERATION").write_bytes(deep)
-    assert said(capsys, "ls", tmp_path / "run")[0] == 0
+    assert printed(capsys, "ls", tmp_path / "run")[0] == 0
     write_manifest(folder, deep)
-    status, text = said(capsys, "verify", folder)
+    status, text = printed(capsys, "verify", folder)
     assert status == 2 or "is not a checkpoint manifest" in text.out
-    assert said(capsys, "inspect", tmp_path / "run")[0] == 0  # the newest checkpoint that has a manifest
+    assert printed(capsys, "inspect", tmp_path / "run")[0] == 0  # the newest checkpoint that has a manifest
 
 
 @pytest.fixture(scope="module")
@@ -228,19 +228,19 @@ def test_a_run_is_rolled_back_and_loses_nothing(tmp_path, capsys):
     before = snapshot(folder)
     flip(folder / "3")  # a damaged one is no hindrance
     damaged = snapshot(folder / "3")
-    status, text = said(capsys, "rollback", run, 2)
+    status, text = printed(capsys, "rollback", run, 2)
     (quarantined,) = open_run(run).quarantined
     assert (status, text.out) == (0, f"The run resumes from step 2. Quarantined: {quarantined.name}.\n")
     assert snapshot(quarantined) == damaged
     assert checkpoint_folder(str(run)) == folder / "2"
-    said(capsys, "rollback", run, 1)
+    printed(capsys, "rollback", run, 1)
     assert saved_steps(folder) == [1]
     assert [path.name.partition("-")[0] for path in open_run(run).quarantined] == ["2.stale", "3.stale"]
     after = snapshot(folder)
     assert {name: content for name, content in after.items() if name.split("/")[0] == "1"} == {
         name: content for name, content in before.items() if name.split("/")[0] == "1"
     }
-    assert said(capsys, "rollback", run, 1)[1].out == "The run resumes from step 1. Quarantined: nothing.\n"
+    assert printed(capsys, "rollback", run, 1)[1].out == "The run resumes from step 1. Quarantined: nothing.\n"
     assert snapshot(folder) == after
 
 
@@ -252,11 +252,11 @@ def test_a_run_is_not_rolled_back_to_what_cannot_be_restored(tmp_path, capsys):
         (1, "does not match its checksum. Choose another checkpoint"),
         (0, "must be one of .*: 1, 2, 3"),
     ):
-        status, text = said(capsys, "rollback", run, step)
+        status, text = printed(capsys, "rollback", run, step)
         assert status == 2
         assert re.search(match, text.err)
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        status, text = said(capsys, "rollback", run, 2)
+        status, text = printed(capsys, "rollback", run, 2)
         assert (status, "in use" in text.err) == (2, True)
     assert snapshot(run) == before

@@ -45,8 +45,8 @@ def fill(path, leave):
             file.flush()
 
 
-def remount(folder, how):
-    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+def remount(folder, options):
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
 def saved_when_due(store, step):
@@ -73,8 +73,8 @@ def mount(folder, megabytes):
 
 
 def full_and_freed(root):
-    folder, ballast, said = root / "full", root / "ballast", []
-    with open_store(folder, said, keep=1) as store:
+    folder, ballast, messages = root / "full", root / "ballast", []
+    with open_store(folder, messages, keep=1) as store:
         store.save(1, make_large(1), ABOUT)
         assert store.wait()
         fill(ballast, SIZE // 2)  # what is known before anything is written
@@ -100,12 +100,12 @@ def full_and_freed(root):
         assert freed is not None
         assert names(folder) == [str(freed), "GENERATION"]
     assert restored(folder) == freed
-    return said
+    return messages
 
 
 def read_only_for_a_while(root):
-    folder, said = root / "read_only", []
-    with open_store(folder, said, keep=2) as store:
+    folder, messages = root / "read_only", []
+    with open_store(folder, messages, keep=2) as store:
         for step in (1, 2):
             store.save(step, make_large(step), ABOUT)
         assert store.wait()
@@ -122,7 +122,7 @@ def read_only_for_a_while(root):
         restored(folder)
     remount(root, "rw")
     assert restored(folder) == 2
-    return said
+    return messages
 
 
 def in_own_file_system(folder):
@@ -151,35 +151,35 @@ def done(tmp_path_factory):
 
 
 def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(done):
-    _, said, *_ = done
-    assert "bytes free, but" in said[0]
-    assert "could not be saved" in said[1]
-    assert said[-1].endswith("is saved.")
+    _, messages, *_ = done
+    assert "bytes free, but" in messages[0]
+    assert "could not be saved" in messages[1]
+    assert messages[-1].endswith("is saved.")
 
 
 def test_a_folder_that_is_read_only_for_a_while_is_written_again(done):
-    _, _, said, *_ = done
-    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in said[0]
-    assert said[-1].endswith("is saved.")
+    _, _, messages, *_ = done
+    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in messages[0]
+    assert messages[-1].endswith("is saved.")
 
 
 def test_a_full_disk_is_one_warning_of_a_training_and_everything_is_written_when_there_is_room(done):
     folder, _, _, runs, _ = done
-    whole = runs["whole"][1]
-    assert len(whole["metrics"].splitlines()) == 12
+    undisturbed = runs["whole"][1]
+    assert len(undisturbed["metrics"].splitlines()) == 12
     for name in ("freed", "again"):
-        assert runs[name][1] == whole, name
+        assert runs[name][1] == undisturbed, name
 
-    said = runs["freed"][0]
-    warnings = [line for line in said if line.endswith("until the disk accepts them.")]
+    messages = runs["freed"][0]
+    warnings = [line for line in messages if line.endswith("until the disk accepts them.")]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{folder}/freed/metrics.jsonl cannot be written: No space left on device. ")
-    assert f"{folder}/freed can be written again; no row is missing." in said
+    assert f"{folder}/freed can be written again; no row is missing." in messages
     # A checkpoint is due after each step; tries are as far apart as is said.
-    failed = [line for line in said if "could not be saved" in line]
+    failed = [line for line in messages if "could not be saved" in line]
     assert 1 <= len(failed) <= 3
     assert re.search(r"No space left on device\. Training continues; .*\. Retrying in about 0 s\.$", failed[0])
-    assert re.fullmatch(r"The checkpoint of step (9|1[0-2]) is saved\.", said[-1])  # at the first try with room
+    assert re.fullmatch(r"The checkpoint of step (9|1[0-2]) is saved\.", messages[-1])  # at the first try with room
 
     for name in ("stopped", "full"):
         stopped = "more than checkpoint.max_unsaved_seconds (0.3 s); the newest checkpoint is that of step 2"

@@ -130,8 +130,8 @@ def test_runs_on_one_node_do_not_share_a_copy(tmp_path):
 
 def test_a_copy_that_cannot_be_written_is_reported_once_and_not_used(tmp_path):
     (tmp_path / "node").write_text("in the way")
-    said = []
-    with open_store(tmp_path / "run", said, local_dir=str(tmp_path / "node")) as store:
+    messages = []
+    with open_store(tmp_path / "run", messages, local_dir=str(tmp_path / "node")) as store:
         for step in (1, 2):
             store.save(step, make_state(step, WIDTH), ABOUT)
             assert store.wait()
@@ -143,8 +143,8 @@ def test_a_copy_that_cannot_be_written_is_reported_once_and_not_used(tmp_path):
         (tmp_path / "node").write_text("in the way")
         store.save(4, make_state(4, WIDTH), ABOUT)
     assert [f"checkpoint of step {step} cannot be written to checkpoint.local_dir ({tmp_path / 'node'}" in text
-            for step, text in zip((1, 4), said, strict=True)] == [True, True]  # fmt: skip
-    assert "Not a directory" in said[0]
+            for step, text in zip((1, 4), messages, strict=True)] == [True, True]  # fmt: skip
+    assert "Not a directory" in messages[0]
     assert restored(tmp_path) == 4
 
 

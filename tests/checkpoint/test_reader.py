@@ -35,10 +35,10 @@ def test_arrays_are_read_whole_and_in_pieces_without_devices(tmp_path):
     save_all(tmp_path, [1], width=WIDTH)
     _, reader = open_checkpoint(tmp_path / "1")
     for name, array in named(make_state(1, WIDTH)).items():
-        whole = reader.read(name)
-        assert whole.dtype == array.dtype
-        assert whole.tobytes() == np.asarray(array).tobytes()
-        if whole.ndim:
+        read = reader.read(name)
+        assert read.dtype == array.dtype
+        assert read.tobytes() == np.asarray(array).tobytes()
+        if read.ndim:
             assert np.array_equal(reader.read(name, (slice(1, 2),)), np.asarray(array)[1:2])
 
 
@@ -119,9 +119,9 @@ def test_a_flipped_value_is_named_with_its_part(tmp_path):
     content = bytearray(data_file(folder).read_bytes())
     value = np.asarray(make_state(1, WIDTH)["params"]["blocks.0.query"])[1].tobytes()
     flip(data_file(folder), content.index(value[:64]) + 5)
-    (said,) = verify_checkpoint(folder)
-    assert said == f"The array params.blocks.0.query[0:2,0:{WIDTH}] in {folder} does not match its checksum."
-    assert list(wrong_parts(reader, expected)) == [said]
+    (message,) = verify_checkpoint(folder)
+    assert message == f"The array params.blocks.0.query[0:2,0:{WIDTH}] in {folder} does not match its checksum."
+    assert list(wrong_parts(reader, expected)) == [message]
     (folder / "digests" / "process_0.json").write_text("{}")
     assert "process_0.json" in verify_checkpoint(folder)[0]
 
@@ -133,9 +133,9 @@ def test_a_checkpoint_of_which_a_file_is_gone_is_told(tmp_path):
     expected = read_digests(tmp_path / "1", manifest)
     file.unlink()
     assert verify_checkpoint(tmp_path / "1") == [f"{file} is missing."]
-    said = list(wrong_parts(reader, expected))
-    assert said
-    assert all("cannot be read" in sentence for sentence in said)
+    messages = list(wrong_parts(reader, expected))
+    assert messages
+    assert all("cannot be read" in sentence for sentence in messages)
 
 
 ARRAYS = {"large": jnp.arange(6000.0).reshape(2, 3000), SMALL_ARRAYS: np.arange(10, dtype=np.uint8)}

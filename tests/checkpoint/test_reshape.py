@@ -17,11 +17,11 @@ def test_one_layout_restores_what_another_has_saved(tmp_path):
 
 @pytest.mark.soak
 def test_every_shape_restores_what_every_shape_has_saved(tmp_path):
-    begun = time.monotonic()
+    start = time.monotonic()
     for name in SHAPES:
         run_job(tmp_path, "save", name)
     losses = {name: run_job(tmp_path, "restore", name) for name in SHAPES}
-    record(losses, begun)
+    record(losses, start)
 
 
 def record(losses_by_shape, begun):

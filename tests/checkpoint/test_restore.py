@@ -32,7 +32,7 @@ def all_counts(counts, ending):
 
 def test_damage_is_never_loaded(tmp_path, capfd):
     counts = count(tmp_path, 40, seed=3, all_files=False)
-    assert set(counts) == {f"{kind}, {where}" for kind in KINDS for where in WHERE}
+    assert set(counts) == {f"{kind}, {place}" for kind in KINDS for place in WHERE}
     assert all_counts(counts, "silent") == 0
     assert all_counts(counts, "found") >= 30  # `count` lets only damage of GENERATION be harmless
     assert all("GENERATION" in line for line in capfd.readouterr().err.splitlines())
@@ -40,7 +40,7 @@ def test_damage_is_never_loaded(tmp_path, capfd):
 
 @pytest.mark.soak
 def test_a_thousand_damages_and_none_is_loaded(tmp_path, capfd):
-    begun = time.monotonic()
+    start = time.monotonic()
     counts = count(tmp_path, 1000, seed=random.SystemRandom().randrange(2**32), all_files=True)
     assert all_counts(counts, "silent") == 0
     assert all("GENERATION" in line for line in capfd.readouterr().err.splitlines())
@@ -49,16 +49,16 @@ def test_a_thousand_damages_and_none_is_loaded(tmp_path, capfd):
             "anything else that restored")  # fmt: skip
     endings = {ending: all_counts(counts, ending) for ending in ("silent", "found", "harmless")}
     places = {name: dict(endings_of_place) for name, endings_of_place in sorted(counts.items())}
-    write_soak("damage", what, begun, {**endings, "by kind and place": places, "stderr": "warnings of GENERATION"})
+    write_soak("damage", what, start, {**endings, "by kind and place": places, "stderr": "warnings of GENERATION"})
 
 
 def test_each_checkpoint_that_differs_is_set_aside_until_none_is_left(tmp_path):
     save_all(tmp_path, [1, 2, 3], keep=3)
     for step in (2, 3):
         flip(data_file(tmp_path / str(step)))
-    said = []
-    assert newest(tmp_path, said)[0] == 1
-    assert [sentence.rpartition("It was quarantined as ")[2][:9] for sentence in said] == ["3.corrupt", "2.corrupt"]
+    messages = []
+    assert newest(tmp_path, messages)[0] == 1
+    assert [sentence.rpartition("It was quarantined as ")[2][:9] for sentence in messages] == ["3.corrupt", "2.corrupt"]
     assert saved_steps(tmp_path) == [1]
     flip(data_file(tmp_path / "1"))
     with pytest.raises(RunStopped, match=r"Every checkpoint in .* is damaged") as end:
@@ -86,12 +86,12 @@ def test_one_that_cannot_be_read_is_not_quarantined(tmp_path):
 def test_one_without_its_manifest_is_told_and_its_step_is_saved_again(tmp_path):
     save_all(tmp_path, [1, 2])
     next((tmp_path / "2").glob("manifest-*")).unlink()
-    said = []
-    with open_store(tmp_path, said) as store:
-        assert restored(store, make_state(), said)[0] == 1
+    messages = []
+    with open_store(tmp_path, messages) as store:
+        assert restored(store, make_state(), messages)[0] == 1
         store.take_over(1)
         store.save(2, make_state(2), ABOUT)
-    assert "contains 0 manifests, but must contain one. It was quarantined as 2.corrupt-" in said[0]
+    assert "contains 0 manifests, but must contain one. It was quarantined as 2.corrupt-" in messages[0]
     check(tmp_path, 2)
 
 

@@ -41,25 +41,25 @@ NAMES = [".lock", "metrics.jsonl", "metrics.jsonl.partial", "timings.jsonl", "co
 
 def train(run: Path, first: int) -> list[str]:
     """Write what a supervised run writes, two steps of it; return what was said."""
-    said: list[str] = []
+    messages: list[str] = []
 
     @contextlib.contextmanager
     def part():
         try:
             yield
         except (OSError, InputError) as error:
-            said.append(as_sentence(error))
+            messages.append(as_sentence(error))
 
     with part(), lock_folder(run):
         with part():
             write_atomically(run / "config.yaml", "run\n")
         for name in ("metrics.jsonl", "timings.jsonl"):
             with part():
-                rows = JsonlFile(run / name, first, 0, DiskGuard(said.append))
+                rows = JsonlFile(run / name, first, 0, DiskGuard(messages.append))
                 for step in (first + 1, first + 2):
                     rows.append({"step": step})
                 rows.close()
-        with part(), open_store(run / CHECKPOINTS, said, keep=1, local_dir=str(run / "shm")) as store:
+        with part(), open_store(run / CHECKPOINTS, messages, keep=1, local_dir=str(run / "shm")) as store:
             store.take_over(first)
             for step in (first + 1, first + 2):
                 store.save(step, make_state(step), ABOUT)
@@ -78,7 +78,7 @@ def train(run: Path, first: int) -> list[str]:
         append_row(run / "evaluations" / "scores.jsonl", {"step": first})
     with part(), output_folder(run / "hf", {"config.json": "{}"}):
         pass
-    return said
+    return messages
 
 
 @contextlib.contextmanager
@@ -104,10 +104,10 @@ def test_a_run_harms_nothing_of_its_user_whatever_others_planted(planted, mode):
                 plant(kind, local if name == "LOCAL" else run / name, home)
         before = content(home)
         with user(VICTIM):
-            said = train(run, 0)
+            messages = train(run, 0)
         assert content(home) == before
         if not planted:
-            assert said == []
+            assert messages == []
             assert saved_steps(run / CHECKPOINTS) == [2]
             assert [path.name for path in local.iterdir()] == ["2"]
 
@@ -118,11 +118,11 @@ def test_another_member_of_the_team_goes_on_with_a_run():
         with user(VICTIM):
             assert train(run, 0) == []
         with user(OTHER):
-            said = train(run, 2)
+            messages = train(run, 2)
         assert saved_steps(run / CHECKPOINTS) == [4]  # the second member removed the first one's
         assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3, 4]
         assert {path.lstat().st_uid for path in run.iterdir()} == {VICTIM, OTHER}
-        assert [text for text in said if "local_dir" not in text and "hf exists" not in text] == []
+        assert [text for text in messages if "local_dir" not in text and "hf exists" not in text] == []
 
 
 @needs_root
@@ -134,9 +134,9 @@ def test_what_a_save_of_another_member_left_is_named_once_as_only_its_owner_can_
                 (run / CHECKPOINTS / name).mkdir(0o700)
                 (run / CHECKPOINTS / name / "array").touch()
         with user(OTHER):
-            said = [text for text in train(run, 2) if "8.g1" in text]
-        assert len(said) == 1
-        assert f"rm -r {run / CHECKPOINTS / '7.g1'} {run / CHECKPOINTS / '8.g1'}" in said[0]
+            messages = [text for text in train(run, 2) if "8.g1" in text]
+        assert len(messages) == 1
+        assert f"rm -r {run / CHECKPOINTS / '7.g1'} {run / CHECKPOINTS / '8.g1'}" in messages[0]
         assert (run / CHECKPOINTS / "8.g1").exists()
 
 
@@ -148,15 +148,15 @@ def test_a_local_copy_that_cannot_be_private_is_reported_with_its_key_and_not_wr
         plant(kind, local, home)
         before = content(home)
         with user(VICTIM):
-            said = train(run, 0)
-        assert len(said) == 1
+            messages = train(run, 0)
+        assert len(messages) == 1
         for text in (
             "checkpoint.local_dir",
             str(local),
             f"belongs to user {OTHER}",
             "Remove it, or choose another folder",
         ):
-            assert text in said[0]
+            assert text in messages[0]
         assert content(home) == before
         assert saved_steps(run / CHECKPOINTS) == [2]
 

@@ -36,9 +36,9 @@ def abstract(state):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), state)
 
 
-def open_store(folder, said=None, **config):
+def open_store(folder, messages=None, **config):
     store = CheckpointStore(folder, CheckpointConfig(**config))
-    store.say = print if said is None else said.append
+    store.say = print if messages is None else messages.append
     return store
 
 
@@ -53,17 +53,18 @@ def abstract_state(width):
     return abstract(make_state(0, width))
 
 
-def restored(store, state, said=None):
+def restored(store, state, messages=None):
     """Step and state of the newest checkpoint, laid out as `state`."""
-    checkpoint = restore_newest(store, lambda manifest: abstract(state), [].append if said is None else said.append)
+    say = [].append if messages is None else messages.append
+    checkpoint = restore_newest(store, lambda manifest: abstract(state), say)
     assert checkpoint is not None
     return checkpoint.manifest.step, checkpoint.state
 
 
-def newest(folder, said=None, width=3, **config):
+def newest(folder, messages=None, width=3, **config):
     """Step and state of the newest checkpoint in `folder`."""
-    with open_store(folder, said, **config) as store:
-        return restored(store, abstract_state(width), said)
+    with open_store(folder, messages, **config) as store:
+        return restored(store, abstract_state(width), messages)
 
 
 def check(folder, step):
@@ -145,16 +146,16 @@ def test_arrays_can_be_donated_as_soon_as_a_save_has_begun(tmp_path):
 
 
 def test_a_save_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
-    said = []
-    with open_store(tmp_path / "run", said) as store:
+    messages = []
+    with open_store(tmp_path / "run", messages) as store:
         store.save(1, make_state(1), ABOUT)
         store.wait()
         os.rename(tmp_path / "run", tmp_path / "away")
         (tmp_path / "run").write_text("in the way")
         store.save(2, make_state(2), ABOUT)
         assert not store.wait()
-        assert "The checkpoint of step 2 could not be saved" in said[0]
-        assert "Training continues" in said[0]
+        assert "The checkpoint of step 2 could not be saved" in messages[0]
+        assert "Training continues" in messages[0]
         assert not store.due()  # not yet
         (tmp_path / "run").unlink()
         os.rename(tmp_path / "away", tmp_path / "run")
@@ -163,7 +164,7 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
         store.save(3, make_state(3), ABOUT)
         assert store.wait()
         assert not store.due()
-    assert said[1:] == ["The checkpoint of step 3 is saved."]
+    assert messages[1:] == ["The checkpoint of step 3 is saved."]
     check(tmp_path / "run", 3)
 
 
@@ -175,8 +176,8 @@ def later(monkeypatch):
 
 def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path, later):
     (tmp_path / "run").write_text("in the way")
-    said = []
-    with open_store(tmp_path / "run", said, max_unsaved_seconds=500.0) as store:
+    messages = []
+    with open_store(tmp_path / "run", messages, max_unsaved_seconds=500.0) as store:
         store.save(1, make_state(1), ABOUT)
         later(501)
         with pytest.raises(
@@ -187,25 +188,25 @@ def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path, later):
 
 
 def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path, later):
-    said = []
-    with open_store(tmp_path / "run", said, max_unsaved_seconds=300.0) as store:
+    messages = []
+    with open_store(tmp_path / "run", messages, max_unsaved_seconds=300.0) as store:
         store.save(1, make_state(1), ABOUT)
         assert store.wait()
         later(400)  # as between two saves of a run that saves rarely
         os.rename(tmp_path / "run", tmp_path / "away")
         (tmp_path / "run").write_text("in the way")
         store.save(2, make_state(2), ABOUT)
-    assert "Training continues" in said[0]
+    assert "Training continues" in messages[0]
 
 
 def test_a_state_that_cannot_be_read_is_told_and_leaves_nothing(tmp_path):
-    said = []
-    with open_store(tmp_path, said) as store:
+    messages = []
+    with open_store(tmp_path, messages) as store:
         gone = make_state(1)
         gone["step"].delete()
         store.save(1, gone, ABOUT)
         assert not store.wait()
         assert [path.name for path in tmp_path.iterdir()] == ["GENERATION"]
         store.save(2, make_state(2), ABOUT)
-    assert "Array has been deleted" in said[0]
+    assert "Array has been deleted" in messages[0]
     check(tmp_path, 2)

@@ -74,17 +74,17 @@ def no_pauses(monkeypatch):
 @pytest.mark.parametrize("place", PLACES)
 def test_restoring_what_cannot_be_read_fails_with_the_reason_and_changes_nothing(tmp_path, place):
     save_all(tmp_path, [1, 2])
-    said = []
+    messages = []
     with looped(PLACES[place](tmp_path / "2")):
         before = sorted(os.listdir(tmp_path))
         with pytest.raises((InputError, OSError), match="symbolic links"):
-            newest(tmp_path, said)
+            newest(tmp_path, messages)
         assert sorted(os.listdir(tmp_path)) == before
-        with open_store(tmp_path, said) as store:  # nor is its step saved over it
+        with open_store(tmp_path, messages) as store:  # nor is its step saved over it
             store.take_over(2)
             store.save(2, make_state(2), ABOUT)
         assert sorted(os.listdir(tmp_path)) == before
-    assert not any("quarantined" in sentence for sentence in said)
+    assert not any("quarantined" in sentence for sentence in messages)
     assert newest(tmp_path)[0] == 2
 
 
@@ -187,9 +187,9 @@ def test_a_newest_checkpoint_that_is_not_used_is_said(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     with looped(manifest_file(run / "checkpoints" / "2")):
         assert checkpoint_folder(str(run)).name == "1"
-    said = capsys.readouterr().err
-    assert said.startswith("Warning: the newest checkpoint is not used, unreadable: ")
-    assert said.endswith("Step 1 is used.\n")
+    output = capsys.readouterr().err
+    assert output.startswith("Warning: the newest checkpoint is not used, unreadable: ")
+    assert output.endswith("Step 1 is used.\n")
 
 
 def test_resuming_from_what_cannot_be_read_may_be_tried_again(tmp_path, no_pauses):
@@ -202,7 +202,7 @@ def test_resuming_from_what_cannot_be_read_may_be_tried_again(tmp_path, no_pause
 def test_arrays_that_a_file_server_does_not_return_leave_the_reason_of_a_disk(tmp_path, monkeypatch, no_pauses):
     save_all(tmp_path / "checkpoints", [2])
 
-    def read(self, name, where=()):  # as tensorstore raises it
+    def read(self, name, index=()):  # as tensorstore raises it
         raise ValueError("Error reading local file [os_error_code='116']: OS error 116 Stale file handle")
 
     monkeypatch.setattr(reader.CheckpointReader, "_array", read)

@@ -22,11 +22,11 @@ EVERYTHING = changed(SMALL, {
 })  # fmt: skip
 
 
-def leaves(section, where=""):
+def leaves(section, prefix=""):
     """Key, class of its field (int or float), and a copy of `EVERYTHING` with another value there, for each number."""
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
-        value, key = getattr(section, field.name), f"{where}{field.name}"
+        value, key = getattr(section, field.name), f"{prefix}{field.name}"
 
         def put(new, name=field.name):
             return dataclasses.replace(section, **{name: new})
@@ -58,9 +58,9 @@ def test_every_number_has_bounds(key, kind, put):
     values = [2**63, 99999999999999999999, 10**5000, -1, -(10**5000)] if kind is int else \
         [math.inf, -math.inf, math.nan, 1e300, -1.0]  # fmt: skip
     for value in values:
-        said = refused({}, put(value))
-        assert said.startswith(f"{key} is "), value
-        assert len(said) < 300
+        message = refused({}, put(value))
+        assert message.startswith(f"{key} is "), value
+        assert len(message) < 300
 
 
 @pytest.mark.parametrize("key", ["model.norm_eps", "evaluation.every", "checkpoint.keep_every", "optimizer.clip_norm"])

@@ -10,8 +10,8 @@ from zaya_jax.config import DataConfig, PhaseConfig, SourceConfig, Table, from_d
     ("heldout_fraction", 0.0), ("heldout_fraction", 1.0), ("suffixes", ()), ("workers", -1), ("workers", 257),
 ])  # fmt: skip
 def test_what_is_outside_its_range_is_named(key, value):
-    said = refused({f"data.{key}": value})
-    assert said.startswith(f"data.{key} is {list(value) if value == () else value}, but must be ")
+    message = refused({f"data.{key}": value})
+    assert message.startswith(f"data.{key} is {list(value) if value == () else value}, but must be ")
 
 
 @pytest.mark.parametrize("changes", [
@@ -30,9 +30,9 @@ def test_the_edges_of_the_possible(changes):
     (((0, 1, 2),), 0, 0), (((0,),), 0, 0),
 ])  # fmt: skip
 def test_ranges_of_rows_are_pairs_in_order_without_overlap(ranges, index, before):
-    said = refused({"data.skip_rows": ranges})
+    message = refused({"data.skip_rows": ranges})
     expected = f"data.skip_rows.{index} is {list(ranges[index])}, but must be [first, end] with {before} <= first < end"
-    assert said.startswith(expected)
+    assert message.startswith(expected)
 
 
 def test_the_last_row_of_a_range_has_a_bound():
@@ -48,14 +48,14 @@ def test_ranges_of_rows_are_read_from_a_file_and_from_an_override(tmp_path):
 
 
 def test_a_source_is_read_more_often_than_never():
-    said = refused({"data.sources": Table({"web": SourceConfig("web", 0.0)})})
-    assert said.startswith("data.sources.web.max_epochs is 0.0, ")
+    message = refused({"data.sources": Table({"web": SourceConfig("web", 0.0)})})
+    assert message.startswith("data.sources.web.max_epochs is 0.0, ")
 
 
 @pytest.mark.parametrize("name", ["", "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
 def test_a_source_needs_a_name_that_a_key_can_hold(name):
-    said = refused({"data.sources": Table({name: SourceConfig("web")})})
-    assert said.startswith(f"data.sources is {name!r}, but must be a name ")
+    message = refused({"data.sources": Table({name: SourceConfig("web")})})
+    assert message.startswith(f"data.sources is {name!r}, but must be a name ")
 
 
 @pytest.mark.parametrize("value", NO_PATHS)
@@ -65,9 +65,9 @@ def test_what_can_be_no_path_is_named(value):
         ("data.cache_dir", {"data.cache_dir": value}),
         ("data.sources.web.path", {"data.sources": Table({"web": SourceConfig(value)})}),
     ):
-        said = refused(changes)
-        assert said.startswith(f"{key} is ")
-        assert " is not a valid path: " in said
+        message = refused(changes)
+        assert message.startswith(f"{key} is ")
+        assert " is not a valid path: " in message
 
 
 def test_without_sources_the_corpus_is_the_one_source():
@@ -78,8 +78,8 @@ def test_without_sources_the_corpus_is_the_one_source():
 @pytest.mark.parametrize("override", ["data.corpus=texts", "data.suffixes=[.md]", "data.heldout_fraction=0.1"])
 def test_a_key_of_the_corpus_is_refused_beside_sources_but_not_of_a_run_that_has_both(tmp_path, override):
     path = written(tmp_path, to_yaml(changed(SMALL, {"data.sources": SOURCES})))
-    said = refused_to_load(path, override)
-    assert said.startswith(f"{override.partition('=')[0]} is ")
-    assert "beside data.sources" in said
+    message = refused_to_load(path, override)
+    assert message.startswith(f"{override.partition('=')[0]} is ")
+    assert "beside data.sources" in message
     alone = load_config(written(tmp_path, to_yaml(SMALL), "alone.yaml"), [override])
     assert from_dict(to_dict(changed(alone, {"data.sources": SOURCES}))).data.sources == SOURCES

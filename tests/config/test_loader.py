@@ -133,7 +133,7 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     assert "none.yaml does not exist" in refused_to_load(written(tmp_path, "extends: none.yaml\n"))
 
 
-@pytest.mark.parametrize(("override", "said"), [
+@pytest.mark.parametrize(("override", "message"), [
     ("train.log_evry=5", "The key train.log_evry is unknown. Did you mean train.log_every?"),
     ("trian.log_every=5", "Did you mean train?"),
     ("num_layers=2", "Did you mean model.num_layers?"),
@@ -150,8 +150,8 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     ("=5", "must have the form section.key=value"),
     ("train.log_every=[1", "The value of the override 'train.log_every=[1' is not valid YAML"),
 ])  # fmt: skip
-def test_a_wrong_override_is_named_with_the_nearest_spelling(base, override, said):
-    assert said in refused_to_load(base, override)
+def test_a_wrong_override_is_named_with_the_nearest_spelling(base, override, message):
+    assert message in refused_to_load(base, override)
 
 
 WRONG_TYPES = {
@@ -169,9 +169,9 @@ WRONG_TYPES = {
     ("key", "value", "allowed"), [(*pair, allowed) for allowed, pairs in WRONG_TYPES.items() for pair in pairs]
 )
 def test_a_value_of_the_wrong_type_is_named_with_what_is_allowed(base, key, value, allowed):
-    said = refused_to_load(base, f"{key}={value}")
-    assert said.startswith(key.removesuffix(".more") + " is ")
-    assert f", but must be {allowed}" in said
+    message = refused_to_load(base, f"{key}={value}")
+    assert message.startswith(key.removesuffix(".more") + " is ")
+    assert f", but must be {allowed}" in message
 
 
 @pytest.mark.parametrize("text", ["1000000", "1_000_000", "1e6", "1.0e6", "1E+6", "10_0e4", "1000000.0"])
@@ -234,7 +234,7 @@ def test_an_override_yaml_stumbles_over_is_refused_too(base, tmp_path, override)
     assert "run.yaml" in refused_to_load(written(tmp_path, f"extends: {base}\n{text}\n"))
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("train:\n  log_every: 1\n  seed: 3\n  log_every: 2\n", "The key 'log_every' appears twice; the second"),
     ("- 1\n", "is a list, but must be a section with keys"),
     ("just text\n", "is text, but must be a section with keys"),
@@ -246,8 +246,8 @@ def test_an_override_yaml_stumbles_over_is_refused_too(base, tmp_path, override)
     ("", "The key model is missing and has no default"),
     ("model: {hidden_size: 8}\n", "The key model.vocab_size is missing and has no default"),
 ])  # fmt: skip
-def test_a_wrong_file_is_named(tmp_path, text, said):
-    assert said in refused_to_load(written(tmp_path, text))
+def test_a_wrong_file_is_named(tmp_path, text, message):
+    assert message in refused_to_load(written(tmp_path, text))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
@@ -267,10 +267,10 @@ def test_the_tree_is_plain_and_in_the_order_of_the_fields():
 
 @pytest.mark.parametrize(("section", "key"), RENAMED)
 def test_a_key_of_an_earlier_version_is_refused_with_its_name_now(base, section, key):
-    where = {"batch": "train.batch", "muon": "optimizer.muon"}.get(section, section)
-    said = refused_to_load(base, f"{where}.{key}=1")
-    assert f"{where}.{key} " in said
-    assert f"{where}.{RENAMED[section, key]}" in said
+    key_prefix = {"batch": "train.batch", "muon": "optimizer.muon"}.get(section, section)
+    message = refused_to_load(base, f"{key_prefix}.{key}=1")
+    assert f"{key_prefix}.{key} " in message
+    assert f"{key_prefix}.{RENAMED[section, key]}" in message
 
 
 def test_what_an_earlier_version_saved_is_read():

@@ -177,7 +177,7 @@ def test_a_name_goes_before_an_index_and_a_later_override_finds_the_new_name(bas
     assert numbered.data.suffixes == ("a", ".md", "c")
 
 
-@pytest.mark.parametrize(("override", "said"), [
+@pytest.mark.parametrize(("override", "message"), [
     ("phases.thrid.tokens=1", "There is no 'phases.thrid'; the items of phases are 0 (first), 1 (second)."),
     ("phases.2.tokens=1", "There is no 'phases.2'; "),
     ("phases.-1.tokens=1", "There is no 'phases.-1'; "),
@@ -189,13 +189,13 @@ def test_a_name_goes_before_an_index_and_a_later_override_finds_the_new_name(bas
     ("phases.second.tokens=1.5", "phases.second.tokens is 1.5 "),
     ("phases.second.batch.start=x", "phases.second.batch.start is 'x' "),
 ])  # fmt: skip
-def test_an_item_that_is_not_there_is_named_with_those_that_are(mixed, override, said):
-    assert refused_to_load(mixed, override).startswith(said)
+def test_an_item_that_is_not_there_is_named_with_those_that_are(mixed, override, message):
+    assert refused_to_load(mixed, override).startswith(message)
 
 
 def test_items_of_an_empty_list_cannot_be_overridden(mixed):
-    said = "There is no 'phases.second.batch.stepped.0'; the items of phases.second.batch.stepped are none."
-    assert refused_to_load(mixed, "phases.second.batch.stepped=[]", "phases.second.batch.stepped.0.until=9") == said
+    message = "There is no 'phases.second.batch.stepped.0'; the items of phases.second.batch.stepped are none."
+    assert refused_to_load(mixed, "phases.second.batch.stepped=[]", "phases.second.batch.stepped.0.until=9") == message
 
 
 @pytest.mark.parametrize("key", ["context", "rope_base", "template", "schedule", "batch", "remat"])
@@ -204,7 +204,7 @@ def test_null_is_what_a_phase_does_not_give(mixed, key):
     assert phases == tuple(dataclasses.replace(phase, **{key: None}) for phase in (FIRST, SECOND))
 
 
-@pytest.mark.parametrize(("override", "said"), [
+@pytest.mark.parametrize(("override", "message"), [
     ("data.sources.code.pth=x", "The key data.sources.code.pth is unknown. Did you mean data.sources.code.path?"),
     ("data.sources.math={}", "The key data.sources.math.path is missing"),
     ("data.sources.math=m", "data.sources.math is 'm', "),
@@ -226,8 +226,8 @@ def test_null_is_what_a_phase_does_not_give(mixed, key):
     ("phases.1.mixture={wbe: 1}", "phases.second.mixture is 'wbe', "),
     ("data.phases=[{}]", "The key data.phases is unknown"),
 ])  # fmt: skip
-def test_a_wrong_source_or_phase_is_named(mixed, override, said):
-    assert said in refused_to_load(mixed, override)
+def test_a_wrong_source_or_phase_is_named(mixed, override, message):
+    assert message in refused_to_load(mixed, override)
 
 
 def test_null_takes_out_what_another_file_put_in(tmp_path):

@@ -27,9 +27,9 @@ from tests.helpers import TINY
     ({"router": "linear", "depth_averaging": False}, "depth_averaging"),
 ])  # fmt: skip
 def test_impossible_architectures_are_named(changes, named):
-    said = refused({f"model.{key}": value for key, value in changes.items()})
-    assert said.startswith(f"model.{named} is ")
-    assert ", but must be " in said
+    message = refused({f"model.{key}": value for key, value in changes.items()})
+    assert message.startswith(f"model.{named} is ")
+    assert ", but must be " in message
 
 
 @pytest.mark.parametrize("changes", [

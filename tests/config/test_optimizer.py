@@ -23,11 +23,11 @@ def test_zero_is_possible(key):
     changed(SMALL, {f"optimizer.{key}": 0.0}).check()
 
 
-@pytest.mark.parametrize(("lora", "said"), [
+@pytest.mark.parametrize(("lora", "message"), [
     (LoraConfig(0, 8.0), "lora.rank is 0, "), (LoraConfig(4, 0.0), "lora.alpha is 0.0, "),
 ])  # fmt: skip
-def test_an_adapter_that_cannot_be_is_refused(lora, said):
-    assert refused({"init_from": "runs/base", "lora": lora}).startswith(said)
+def test_an_adapter_that_cannot_be_is_refused(lora, message):
+    assert refused({"init_from": "runs/base", "lora": lora}).startswith(message)
 
 
 def test_adapters_need_a_model():

@@ -78,8 +78,8 @@ def test_the_phase_that_is_named_is_the_one_that_is_wrong():
     changed(SMALL, phases({}, **long)).check()
     assert refused(phases(schedule(), **long)).startswith("phases.train.schedule.warmup_tokens is 1500, but ")
     # A phase without `batch` inherits the run's, so the error names train.batch.
-    said = refused(phases({"context": 48}))
-    assert said.startswith("train.batch.tokens is 128, but must be a multiple of phases.mid.context (48): ")
+    message = refused(phases({"context": 48}))
+    assert message.startswith("train.batch.tokens is 128, but must be a multiple of phases.mid.context (48): ")
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
@@ -90,15 +90,15 @@ def test_a_phase_needs_a_name_that_a_key_can_hold(name):
 def test_names_of_phases_are_unique_there_is_one_and_start_phase_is_among_them():
     assert refused(phases({"name": "train"})).startswith("phases.1.name is 'train', but must be unique ")
     assert refused({"phases": ()}).startswith("phases has 0 items, ")
-    said = refused(phases({}) | {"start_phase": "midd"})
-    assert said == "start_phase is 'midd', but must be one of train, mid."
+    message = refused(phases({}) | {"start_phase": "midd"})
+    assert message == "start_phase is 'midd', but must be one of train, mid."
 
 
 @pytest.mark.parametrize("value", NO_PATHS)
 def test_a_template_that_can_be_no_path_is_named(value):
-    said = refused(phases({"template": value}))
-    assert said.startswith("phases.mid.template is ")
-    assert " is not a valid path: " in said
+    message = refused(phases({"template": value}))
+    assert message.startswith("phases.mid.template is ")
+    assert " is not a valid path: " in message
 
 
 @pytest.mark.parametrize("second", [

@@ -45,9 +45,9 @@ def test_sizes_and_rates_are_positive(key):
     ({"start_phase": "none"}, "start_phase"),
 ])  # fmt: skip
 def test_impossible_combinations_are_named(changes, named):
-    said = refused(changes)
-    assert said.startswith(f"{named} is ")
-    assert ", but must be " in said
+    message = refused(changes)
+    assert message.startswith(f"{named} is ")
+    assert ", but must be " in message
 
 
 @pytest.mark.parametrize("changes", [
@@ -69,9 +69,9 @@ def test_the_edges_of_the_possible(changes):
 @pytest.mark.parametrize("key", ["run_dir", "init_from"])
 @pytest.mark.parametrize("value", NO_PATHS)
 def test_what_can_be_no_path_is_named(key, value):
-    said = refused({key: value})
-    assert said.startswith(f"{key} is ")
-    assert " is not a valid path: " in said
+    message = refused({key: value})
+    assert message.startswith(f"{key} is ")
+    assert " is not a valid path: " in message
 
 
 @pytest.mark.parametrize("value", ["", *NO_PATHS])

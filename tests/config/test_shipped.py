@@ -40,15 +40,16 @@ def test_a_file_of_the_current_folder_comes_first(tmp_path):
 
 @pytest.mark.parametrize("name", ["configs/tny.yaml", "tiny.yaml", "configs/../configs/tiny.yml"])
 def test_a_name_that_is_nowhere_is_refused_with_the_nearest_and_all_there_are(name):
-    said = refused_to_load(name)
-    assert f"The configuration {name} does not exist." in said
-    assert "Did you mean configs/tiny.yaml?" in said
-    assert said.endswith(f"zaya_jax ships {', '.join(shipped_names())}.")
+    message = refused_to_load(name)
+    assert f"The configuration {name} does not exist." in message
+    assert "Did you mean configs/tiny.yaml?" in message
+    assert message.endswith(f"zaya_jax ships {', '.join(shipped_names())}.")
 
 
 def test_a_suite_that_is_nowhere_is_refused_with_the_suites():
-    said = refused_to_load("configs/evals/bse.yaml")
-    assert said.endswith(f"Did you mean configs/evals/base.yaml? zaya_jax ships {', '.join(shipped_names('evals'))}.")
+    suites = ", ".join(shipped_names("evals"))
+    message = refused_to_load("configs/evals/bse.yaml")
+    assert message.endswith(f"Did you mean configs/evals/base.yaml? zaya_jax ships {suites}.")
 
 
 def test_a_path_does_not_leave_the_shipped_folder(tmp_path):

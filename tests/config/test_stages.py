@@ -177,9 +177,9 @@ def test_a_step_divides_into_micro_batches_of_each_shard(sequences, shards, micr
     phase = PhaseConfig(1, batch=BatchConfig(8 * sequences, micro_batch=micro), context=8)
     config = changed(SMALL, {"phases": (phase,)})
     (stage,) = stages(config)
-    of_shard, found = sequences // shards, micro_batch(config, stage, shards)
+    of_shard, result = sequences // shards, micro_batch(config, stage, shards)
     if micro is None or micro > of_shard:  # one micro-batch
-        assert found == max(1, of_shard)
-        assert (sequences % (shards * found) == 0) == (sequences % shards == 0)
+        assert result == max(1, of_shard)
+        assert (sequences % (shards * result) == 0) == (sequences % shards == 0)
     else:
-        assert found == micro
+        assert result == micro

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.data.prepare.document_encoder import PrepareWork
-from zaya_jax.data.prepare.shard_conversion import Record, Skipped
+from zaya_jax.data.prepare.shard_conversion import Record
 from zaya_jax.data.prepare.workers import watch
-from zaya_jax.data.readers.documents import Entry
+from zaya_jax.data.readers.documents import BadDocument, Entry
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
 
@@ -33,20 +33,20 @@ class Work:
     bad: bool = False
     deadly: tuple[int, ...] = ()  # numbers that end a process, always
 
-    def __call__(self, unit: Numbers) -> Iterator[Record | Skipped]:
+    def __call__(self, unit: Numbers) -> Iterator[Record | BadDocument]:
         with self.log.open("a") as file:
             file.write(f"{unit.start} {os.getpid()}\n")
         part = SIZE // (unit.stop - unit.start)
         for number in watch(self.read(unit), lambda number, how: -number):
             if number < 0:
-                yield Skipped(f"numbers:{-number}", "ended its process", "twice")
+                yield BadDocument("numbers", -number, "ended its process", "twice")
                 continue
             if number == (unit.start + unit.stop) // 2:
                 self.happen(unit)
             if number in self.deadly:
                 end(number)
             if self.bad and number % 7 == 0:
-                yield Skipped(f"numbers:{number}", "sevenfold", f"{number} is a multiple")
+                yield BadDocument("numbers", number, "sevenfold", f"{number} is a multiple")
                 continue
             split = "train" if number % 10 else "heldout"
             yield Record(split, str(number).encode(), number, 2 * number, part, "odd" if number % 2 else None)
@@ -81,7 +81,7 @@ class Deadly(PrepareWork):
 
     deadly: str = "deadly"
 
-    def _encode(self, tokenizer: Tokenizer, documents: list[Entry]) -> list[Record | Skipped]:
+    def _encode(self, tokenizer: Tokenizer, documents: list[Entry]) -> list[Record | BadDocument]:
         if any(self.deadly in getattr(document, "value", "") for document in documents):
             os.abort()
         return super()._encode(tokenizer, documents)

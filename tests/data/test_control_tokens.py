@@ -122,8 +122,8 @@ def test_a_conversation_with_a_token_of_its_template_is_refused_when_it_is_rende
     (tmp_path / "turns.jinja").write_text(SOURCE)
     (tmp_path / "cache").mkdir()
     for number, (text, count) in enumerate([("a<<user>>b", 1), ("a@end@<think>", 0)]):
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
-        path = write_lines(tmp_path / f"{number}.jsonl", [{"messages": said}])
+        conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]
+        path = write_lines(tmp_path / f"{number}.jsonl", [{"messages": conversation}])
         out, options = tmp_path / str(number), PrepareSettings("chat", "messages", heldout=0)
         manifest = prepare([str(path)], tmp_path / "tokenizer.json", out, options, workers=1)
         with pytest.raises(InputError, match=r"'<<user>>', which only the template may") if count else nullcontext():

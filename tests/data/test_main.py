@@ -43,19 +43,19 @@ def start(*command, **settings):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "No space left on device. Free some space"),
         (RunStopped("A data worker process ended."), "Stopped: A data worker process ended.\n"),
     ],
 )
-def test_work_that_cannot_go_on_ends_the_command_with_a_sentence(call, monkeypatch, capsys, error, said):
+def test_work_that_cannot_go_on_ends_the_command_with_a_sentence(call, monkeypatch, capsys, error, message):
     def fail(*_):
         raise error
 
     monkeypatch.setattr(shard_conversion, "write_atomically", fail)
     assert main(call) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_prepare_suggests_a_fraction_where_it_holds_out_nothing(call, capsys):
@@ -108,15 +108,15 @@ def test_tasks_say_what_comes_next_and_merge_prints_the_counts(call, tmp_path, c
 
 
 def test_chat_reads_messages_unless_a_field_is_named(call, tmp_path, capsys):
-    said = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}] for i in range(5)]
+    conversations = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}] for i in range(5)]
     for name, more in {"messages": [], "said": ["--field", "said"]}.items():
-        path = write_lines(tmp_path / f"{name}.jsonl", [{name: conversation} for conversation in said])
+        path = write_lines(tmp_path / f"{name}.jsonl", [{name: conversation} for conversation in conversations])
         output = tmp_path / name
         call[2], call[6] = str(path), str(output)
         assert main([*call, "--chat", "--heldout", "0", *more]) == 0
         manifest = open_manifest(output)
         assert manifest.kind == "chat"
-        assert [json.loads(record) for record in Records(output, manifest.train.shards)] == said
+        assert [json.loads(record) for record in Records(output, manifest.train.shards)] == conversations
         assert "train: 5 documents" in capsys.readouterr().out
 
 

@@ -32,7 +32,7 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "call", "wanted"),
+    ("config", "call", "expected"),
     [
         (GEMMA, {}, ("<eos>", "<bos>", "<eos>")),
         ({**GEMMA, "add_bos_token": False}, {}, ("<eos>", None, "<eos>")),
@@ -46,9 +46,9 @@ def write(tmp_path):
         (None, {}, ("<eos>", "<bos>", "<eos>")),
     ],
 )
-def test_the_configuration_beside_the_tokenizer_names_them(write, config, call, wanted):
+def test_the_configuration_beside_the_tokenizer_names_them(write, config, call, expected):
     call = {"chat": False, "eot": None, "bos": None, **call}
-    assert find_special_tokens(write(config=config), **call) == wanted
+    assert find_special_tokens(write(config=config), **call) == expected
 
 
 def test_without_a_configuration_the_vocabulary_does(write):

@@ -83,8 +83,8 @@ def test_too_small_a_vocabulary_is_named():
 
 def test_rows_that_no_token_uses_are_warned_of_with_both_values(tokenizer):
     assert tokenizer.vocab_size == 300
-    said = vocabulary_warning(tokenizer, 4096)
-    assert "has 300 tokens, but model.vocab_size is 4,096; 3,796 rows" in said
+    message = vocabulary_warning(tokenizer, 4096)
+    assert "has 300 tokens, but model.vocab_size is 4,096; 3,796 rows" in message
     assert vocabulary_warning(tokenizer, 385)
     for padded in (300, 301, 384):
         assert vocabulary_warning(tokenizer, padded) is None

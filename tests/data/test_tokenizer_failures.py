@@ -53,8 +53,10 @@ def test_the_documents_on_which_a_tokenizer_panics_are_named_and_skipped(panics,
 
 
 def test_a_conversation_on_which_a_tokenizer_panics_is_skipped(panics, tmp_path):
-    said = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in ("good", FATAL)]
-    path = write_lines(tmp_path / "in.jsonl", [{"messages": messages} for messages in said])
+    conversations = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}] for text in ("good", FATAL)
+    ]
+    path = write_lines(tmp_path / "in.jsonl", [{"messages": messages} for messages in conversations])
     manifest = prepare([str(path)], panics, tmp_path / "out", CHAT, workers=1, max_bad=1)
     assert manifest.counts == {"tokenizer fails": 1}
     assert manifest.examples[0].startswith(f"{path}:2: tokenizer fails: ")

@@ -89,7 +89,7 @@ def test_training_and_text_need_no_lm_eval():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere"], "PATH is 'nowhere'"),
         (["RUN@phase"], "finished phases"),
@@ -123,7 +123,7 @@ def test_training_and_text_need_no_lm_eval():
         (["RUN", "--text", "TEXT", "--tokenizer", "LARGE"], "more than model.vocab_size"),
     ],
 )
-def test_bad_input_is_one_sentence(run, arguments, said, capsys, tmp_path):
+def test_bad_input_is_one_sentence(run, arguments, message, capsys, tmp_path):
     folder, _, export = run
     (tmp_path / "EMPTY").write_text("")
     (tmp_path / "TEXT").write_text("the model")
@@ -138,7 +138,7 @@ def test_bad_input_is_one_sentence(run, arguments, said, capsys, tmp_path):
     assert main(paths) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("Error: ")
-    assert said in captured.err
+    assert message in captured.err
     assert captured.err.count("\n") == 1
 
 
@@ -176,20 +176,20 @@ def test_a_run_is_followed_by_one_process(run, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (PermissionError(errno.EACCES, "Permission denied", "x.json"), 2, "Error: x.json: Permission denied."),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "Stopped: .* Free some space"),
         (TimeoutError("Process 1 did not answer."), 1, "Stopped: Process 1 did not answer."),
     ],
 )
-def test_an_error_of_the_system_is_one_sentence(run, error, status, said, capsys, monkeypatch):
+def test_an_error_of_the_system_is_one_sentence(run, error, status, message, capsys, monkeypatch):
     def fail(*_):
         raise error
 
     monkeypatch.setattr("zaya_jax.evaluate.evaluate_command._score", fail)
     assert main([str(run[0])]) == status
-    assert re.match(said, capsys.readouterr().err)
+    assert re.match(message, capsys.readouterr().err)
 
 
 def damage(run: Path, target: Path) -> None:

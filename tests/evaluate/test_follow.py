@@ -20,6 +20,7 @@ class Training:
         self.looks, self.scored, self.slept = list(looks), [], []
         (run / CONFIG).write_text("")
         monkeypatch.setattr(module, "read_status", self.status)
+        monkeypatch.setattr(module.time, "sleep", self.sleep)
         monkeypatch.setattr(module, "finished_steps", lambda _: self.looks[0][1])
         monkeypatch.setattr(module, "verify_checkpoint", lambda folder: ["It is."] * (folder.name == "7"))
 
@@ -36,15 +37,17 @@ class Training:
 
 
 @pytest.fixture
-def said():
-    return []
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(module, "print", lines.append, raising=False)
+    return lines
 
 
 def test_each_checkpoint_is_scored_once_until_training_ends(tmp_path, monkeypatch, said):
     path = tmp_path / "evaluations" / "scores.jsonl"
     looks = (RUNNING, []), (RUNNING, [5]), (RUNNING, [5, 10]), (FINISHED, [10, 12])
     training = Training(monkeypatch, tmp_path, *looks)
-    follow(tmp_path, path, "a-1", training.score, 3, said.append, training.sleep)
+    follow(tmp_path, path, "a-1", training.score, 3)
     assert training.scored == [5, 10, 12]
     assert training.slept == [3, 3, 3]
     assert read_rows(path) == [{"name": "a-1", "score": step / 10, "step": step} for step in (5, 10, 12)]
@@ -58,7 +61,7 @@ def test_what_was_scored_before_is_not_scored_again_and_half_a_line_is_cut_off(t
     with path.open("a") as file:
         file.write('{"step": 10, "sc')
     training = Training(monkeypatch, tmp_path, (None, [5, 10]))
-    follow(tmp_path, path, "a-1", training.score, 3, said.append, training.sleep)
+    follow(tmp_path, path, "a-1", training.score, 3)
     assert training.scored == [10]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["name"], row["step"]) for row in rows] == [("a-1", 5), ("a-2", 10), ("a-1", 10)]
@@ -74,7 +77,7 @@ def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, mon
             raise InputError("It is gone.")
         return training.score(step)
 
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3)
     assert training.scored == [10]
     assert said[0] == "Step 5 is not scored: its checkpoint was removed first."
 
@@ -87,19 +90,19 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, monkeypatch, said):
             raise InputError("It is damaged.")
         return training.score(step)
 
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3)
     assert training.scored == [10]
     assert said[0] == "Step 7 is not scored: its checkpoint is damaged."
 
 
 def test_an_intact_checkpoint_that_cannot_be_scored_is_an_error(tmp_path, monkeypatch, said):
-    training = Training(monkeypatch, tmp_path, (RUNNING, [5]))
+    Training(monkeypatch, tmp_path, (RUNNING, [5]))
 
     def score(step):
         raise InputError("It does not fit.")
 
     with pytest.raises(InputError, match="does not fit"):
-        follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
+        follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3)
 
 
 def test_a_training_that_starts_has_not_ended(tmp_path):
@@ -136,7 +139,8 @@ def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, said
         if len(training.looks) == 1:
             (tmp_path / CONFIG).write_text("")
 
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", training.score, 3, said.append, sleep)
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", training.score, 3)
     assert training.scored == [1]
     assert said == [f"Waiting for a training to start in {tmp_path}.",
                     f"The training has ended; {tmp_path / 'scores.jsonl'} has the scores of 1 checkpoint."]  # fmt: skip

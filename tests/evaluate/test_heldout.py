@@ -84,7 +84,8 @@ def test_devices_are_given_few_batches_at_once():
 def test_each_source_has_a_loss_of_its_own_and_all_have_one_together(model, monkeypatch):
     empty = {name: np.zeros_like(array) for name, array in batch(0).items()}
     batches = {"some": [batch(0), empty], "unread": [], "more": [batch(1)], "padding": [empty]}
-    monkeypatch.setattr(heldout, "heldout_batches", lambda config, prepared, name, limit, phase: batches[name])
+    texts = {name: SimpleNamespace(loaded=own) for name, own in batches.items() if own}
+    monkeypatch.setattr(heldout, "heldout_text", lambda config, prepared, name, limit, phase: texts.get(name))
     sources = {name: SimpleNamespace(name=name, manifest=SimpleNamespace(kind="tokens")) for name in batches}
     evaluator = HeldoutEvaluator(CONFIG, SimpleNamespace(sources=sources))
     scores = evaluator.evaluate(model)

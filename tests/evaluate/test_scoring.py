@@ -87,15 +87,14 @@ def test_neither_order_nor_neighbours_change_a_score(pairs, random):
 @given(TOKENS, st.lists(st.integers(0, 36), min_size=1, max_size=40), st.lists(TOKENS, max_size=3))
 def test_answers_to_one_question_score_as_if_they_were_alone(context, letters, longer):
     asked = [*(Request(context, [letter]) for letter in letters), *(Request(context, tokens) for tokens in longer)]
-    assert_same(scorer().score(asked), scorer().score(asked, grouped=False))
+    assert_same(scorer().score(asked), [scorer().score([each])[0] for each in asked])
 
 
 def test_answers_to_one_question_are_one_document():
     asked = [Request([1, 2, 3], [letter]) for letter in range(4)]
-    (document,) = scoring._documents(asked, LENGTH, 8, grouped=True)
+    (document,) = scoring._documents(asked, LENGTH, 8)
     assert document.requests == [0, 1, 2, 3]
-    assert len(scoring._documents(asked, LENGTH, 8, grouped=False)) == 4
-    many = scoring._documents([Request([1], [letter]) for letter in range(37)], LENGTH, 8, grouped=True)
+    many = scoring._documents([Request([1], [letter]) for letter in range(37)], LENGTH, 8)
     assert [document.queries for document in many] == [8, 8, 8, 8, 5]
 
 
@@ -118,8 +117,10 @@ def test_progress_reaches_the_end():
 
 @pytest.mark.parametrize("empty", [Request([], [1]), Request([1], []), Request([1], [1] * (LENGTH + 1))])
 def test_what_cannot_be_scored_is_an_error(empty):
-    said = f"score {len(empty.continuation)} tokens? after {len(empty.context)} tokens? .* must ask for 1 to {LENGTH} "
-    with pytest.raises(InputError, match=said):
+    message = (
+        f"score {len(empty.continuation)} tokens? after {len(empty.context)} tokens? .* must ask for 1 to {LENGTH} "
+    )
+    with pytest.raises(InputError, match=message):
         scorer().score([empty])
 
 

@@ -27,7 +27,7 @@ def test_the_shipped_suites_have_the_sampling_of_the_paper(path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("tasks: []", "tasks is .* at least one task"),
         ("tasks: [{name: a}, {name: a}]", "tasks is 'a'.* once"),
@@ -47,10 +47,10 @@ def test_the_shipped_suites_have_the_sampling_of_the_paper(path):
         ("tasks: !!python/object:os.system {}", "not valid YAML"),
     ],
 )
-def test_a_mistake_in_a_suite_names_the_key(tmp_path, text, said):
+def test_a_mistake_in_a_suite_names_the_key(tmp_path, text, message):
     path = tmp_path / "suite.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         load_suite(path)
 
 

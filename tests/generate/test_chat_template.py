@@ -53,8 +53,10 @@ def test_a_template_receives_what_transformers_passes():
     source = (
         "{{ bos_token }}{{ unk_token }}{{ tools is none and documents is none }}{{ messages[0].reasoning_content }}"
     )
-    said = [{"role": "assistant", "content": "5", "reasoning": "2 + 3"}]
-    assert render_prompt(opened(source + "{{ messages[1].content or '' }}"), said).startswith("<s><unk>True2 + 3")
+    conversation = [{"role": "assistant", "content": "5", "reasoning": "2 + 3"}]
+    assert render_prompt(opened(source + "{{ messages[1].content or '' }}"), conversation).startswith(
+        "<s><unk>True2 + 3"
+    )
 
 
 def test_a_template_may_write_the_date_where_text_is_generated():

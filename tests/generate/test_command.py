@@ -73,7 +73,7 @@ def calls(opened, monkeypatch):
     """Calls of `continuations`, each of whose rows writes four tokens: seed + 40, one more, and so on."""
     calls = []
 
-    def continuations(_model, rows, most, sampling, *, seeds, block, **options):
+    def continuations(_model, rows, most, sampling, *, seeds, **options):
         calls.append({"rows": rows, "most": most, "sampling": sampling, "seeds": list(seeds), **options})
         tokens = [[seed + 40 + index for index in range(4)] for seed in seeds]
         for count in (2, 4):
@@ -130,12 +130,12 @@ def test_samples_have_seeds_of_their_own_and_flags_set_how_they_are_drawn(opened
 
 
 def test_a_conversation_in_the_terminal(opened, calls, capsys, monkeypatch):
-    said = iter(["the model", "", "/reset", "the rows"])
+    inputs = iter(["the model", "", "/reset", "the rows"])
 
     def ask(prompt):
         print(prompt, end="")
         try:
-            return next(said)
+            return next(inputs)
         except StopIteration:
             raise EOFError from None
 
@@ -148,12 +148,12 @@ def test_a_conversation_in_the_terminal(opened, calls, capsys, monkeypatch):
 
 
 def test_what_stops_an_answer_does_not_end_the_conversation(opened, monkeypatch, capsys):
-    said = [KeyboardInterrupt, "the model", "the " * 600]
+    inputs = [KeyboardInterrupt, "the model", "the " * 600]
 
     def ask(_):
-        if said[-1] is KeyboardInterrupt:
-            raise said.pop()
-        return said.pop()
+        if inputs[-1] is KeyboardInterrupt:
+            raise inputs.pop()
+        return inputs.pop()
 
     def interrupted(*_, **__):
         yield [Continuation([40, 41], [0.0, 0.0], stopped=False)]
@@ -194,7 +194,7 @@ def test_what_ends_a_candidate_is_not_in_the_next_rounds_prompts(opened, calls):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere", "--prompt", "a"], "nowhere"),
         (["RUN"], "--prompt TEXT, --file FILE or -"),
@@ -218,10 +218,10 @@ def test_what_ends_a_candidate_is_not_in_the_next_rounds_prompts(opened, calls):
         ),
     ],
 )
-def test_bad_input_is_one_sentence(run, arguments, said, capsys):
+def test_bad_input_is_one_sentence(run, arguments, message, capsys):
     assert main([run[0] if text == "RUN" else text for text in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("Error: ")
-    assert said in captured.err
+    assert message in captured.err
     assert captured.err.count("\n") == 1
     assert not captured.out

@@ -53,8 +53,8 @@ def test_draws_follow_the_distribution(sampling):
     counts = np.bincount(tokens, minlength=VOCAB)
     assert counts[means == 0].sum() == 0
     rare = means < 5  # together one class of the test
-    observed, wanted = (np.append(x[~rare], x[rare].sum()) for x in (counts, means))
-    assert chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue > 1e-3
+    observed, reference = (np.append(x[~rare], x[rare].sum()) for x in (counts, means))
+    assert chisquare(observed[reference > 0], reference[reference > 0]).pvalue > 1e-3
     under_model = np.asarray(jax.nn.log_softmax(LOGITS))
     np.testing.assert_allclose(logprobs, under_model[np.asarray(tokens)], rtol=1e-5)
 
@@ -78,5 +78,5 @@ def test_greedy_takes_the_likeliest_after_the_penalty():
     for penalty, token in ((1.0, 3), (1.2, 7), (0.9, 3)):
         sampling = Sampling(repetition_penalty=penalty)
         seen = rows(np.arange(VOCAB) == 3, 1) if sampling.branches.penalizes else None
-        (found,), _ = _draw(rows(logits, 1), keys, sampling, branches=sampling.branches, occurred_bv=seen)
-        assert found == token
+        (result,), _ = _draw(rows(logits, 1), keys, sampling, branches=sampling.branches, occurred_bv=seen)
+        assert result == token

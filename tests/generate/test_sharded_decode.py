@@ -17,7 +17,7 @@ from zaya_jax.generate import decode
 from zaya_jax.generate.placement import decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.lab.predict.compilers.hlo import arrays
-from zaya_jax.model.cache import KeyValues
+from zaya_jax.model.attention import KeyValues
 
 STEPS, BLOCK, CHUNK = 9, 4, 4
 PROMPTS = [[5, 17, 25], [9], [3, 3, 8, 12, 30, 7, 29]]  # no layout divides them
@@ -140,16 +140,16 @@ def test_the_loop_of_a_shard_ends_with_its_rows(layout):
 @pytest.mark.parametrize("layout", SHARDED)
 def test_a_layer_of_a_decode_step_has_three_reductions_and_nothing_else_is_sent(layout):
     data, context = LAYOUTS[layout]
-    found = collectives(on(layout).hlo, {"data": data, "fsdp": 1, "expert": 1, "context": context})
+    result = collectives(on(layout).hlo, {"data": data, "fsdp": 1, "expert": 1, "context": context})
     if context == 1:
-        assert not found
+        assert not result
         return
     # Maximum, sum of weights, weighted sum of values; the compiler sends the sums, which are independent, together.
-    assert {(call.kind, call.over, call.loops) for call in found} == {("all-reduce", ("context",), (math.inf,))}
-    assert sum(len(arrays(call.shape)) for call in found) == 3 * sum(FULL)
+    assert {(call.kind, call.over, call.loops) for call in result} == {("all-reduce", ("context",), (math.inf,))}
+    assert sum(len(arrays(call.shape)) for call in result) == 3 * sum(FULL)
     rows = -(-len(PROMPTS) // data)
     values = rows * CONFIG.num_query_heads * (CONFIG.head_dim + 2)  # whatever the cache's length
-    assert sum(call.bytes for call in found) == 4 * values * sum(FULL)
+    assert sum(call.bytes for call in result) == 4 * values * sum(FULL)
 
 
 @pytest.mark.parametrize("layout", SHARDED)

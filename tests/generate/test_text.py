@@ -16,7 +16,7 @@ from zaya_jax.data.tokenizer import EOT_TEXT, train_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.generate import text as module
 from zaya_jax.generate.chat import Chat
-from zaya_jax.generate.decode import BLOCK, Continuation
+from zaya_jax.generate.decode import Continuation
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel
@@ -79,9 +79,8 @@ def test_a_text_is_what_its_tokens_say_and_rows_have_their_own_seeds(monkeypatch
     *_, rows = stream_text(model(), tokenizer(), encoded, STEPS, hot, seeds=seeds, block=2)
     assert [row.text for row in rows] == texts
     assert [(row.logprobs, row.stopped) for row in rows] == [([-1.0, -1.0], False)] * 3
-    options = {"placement": None, "stopped": None}
-    for call, block in zip(calls, (BLOCK, 2), strict=True):
-        assert call == (encoded, STEPS, hot, seeds, [tokenizer().eot], {**options, "block": block})
+    for call, block in zip(calls, ({}, {"block": 2}), strict=True):
+        assert call == (encoded, STEPS, hot, seeds, [tokenizer().eot], {"stopped": None, **block})
 
 
 def streamed(tokens, prompt, drawn, stop, block):
@@ -198,12 +197,12 @@ def test_a_template_with_a_generation_prompt_uses_it(answers):
     assert prompts == [["[user] a [end][assistant] <think>"]]
 
 
-@pytest.mark.parametrize(("template", "said"), [
+@pytest.mark.parametrize(("template", "message"), [
     ("{{ messages[0].role }}", "leaves out the content of the assistant"), ("{% if %}", "cannot render"),
     ("{{ raise_exception('no users') }}", "cannot render the conversation: .*no users"),
 ])  # fmt: skip
-def test_a_template_that_cannot_hold_a_conversation_is_an_error(template, said):
-    with pytest.raises(InputError, match=said):
+def test_a_template_that_cannot_hold_a_conversation_is_an_error(template, message):
+    with pytest.raises(InputError, match=message):
         Chat(opened(template), Sampling(), 5)
 
 

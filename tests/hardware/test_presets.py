@@ -181,7 +181,7 @@ def test_the_manual_lists_every_setting():
         r"^\| `([A-Za-z_-]+)=(\S*)` \| ([^|]+) \| ([^|]+) \| \[\w[\w-]*\]\(([^)]+)\) \|$", MANUAL, re.MULTILINE
     )
     assert all(source.startswith("https://") for *_, source in rows)
-    listed = {(name, value, why, source): who for name, value, who, why, source in rows}
+    listed = {(name, value, reason, source): who for name, value, who, reason, source in rows}
     settings: dict[tuple[str, ...], list[str]] = {}
     for preset in PRESETS.values():
         for setting in preset.settings:
@@ -190,7 +190,7 @@ def test_the_manual_lists_every_setting():
     steps = {setting for preset in PRESETS.values() for setting in (*preset.fsdp, *preset.one_micro_batch)}
     for setting in steps:
         (row,) = (line for line in MANUAL.splitlines() if line.startswith(f"| `{setting.text}` |"))
-        assert setting.why in row
+        assert setting.reason in row
         assert setting.source in row
         fsdp = [preset.name for preset in PRESETS.values() if setting in preset.fsdp]
         assert row.split(" | ")[1] == ("all GPUs" if fsdp == GPUS else ", ".join(fsdp))

@@ -77,7 +77,7 @@ def test_what_is_left_out_has_transformers_defaults():
     assert (config.rope_base, config.rotary_fraction, config.attention_bias) == (5e6, 0.5, False)
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "sentence"), [
     ({"model_type": "llama"}, "model_type 'llama'"),
     ({"model_type": None}, "model_type null"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -93,9 +93,9 @@ def test_what_is_left_out_has_transformers_defaults():
     ({"rope_parameters": {"hybrid": {"partial_rotary_factor": 0.5}, "hybrid_sliding": {"partial_rotary_factor": 1.0}}},
      "different partial_rotary_factor values"),
 ])  # fmt: skip
-def test_what_this_model_has_no_form_of_is_refused(changes, said):
+def test_what_this_model_has_no_form_of_is_refused(changes, sentence):
     message = refused(tree(**changes))
-    assert said in message
+    assert sentence in message
     assert message.startswith("a/config.json ")
 
 
@@ -106,13 +106,13 @@ def test_a_size_that_is_missing_is_named(key):
     assert key in refused(bare)
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_query_heads"),
     ({"num_hidden_layers": 0, "layer_types": []}, "num_hidden_layers"),
     ({"sliding_window": None}, "sliding_window"),
 ])  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused(changes, said):
-    assert said in refused(tree(**changes))
+def test_sizes_that_do_not_fit_are_refused(changes, message):
+    assert message in refused(tree(**changes))
 
 
 @pytest.mark.parametrize("changes", [

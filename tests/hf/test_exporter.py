@@ -44,14 +44,14 @@ def test_shards_hold_the_same(layout, values, tmp_path):
 
 def test_each_value_is_asked_for_once_and_one_at_a_time(values, tmp_path):
     """A layer's experts leave one by one, and come once."""
-    asked = []
+    calls = []
 
     def read(name, group):
-        asked.append((name, group))
+        calls.append((name, group))
         return read_arrays(values)(name, group)
 
     write_folder(tmp_path / "model", CONFIG, read, "float32", "legacy")
-    assert len(asked) == len(set(asked))
+    assert len(calls) == len(set(calls))
 
 
 def test_values_are_cast_in_blocks_and_as_numpy_casts(values, tmp_path, monkeypatch):

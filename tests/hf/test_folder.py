@@ -193,12 +193,12 @@ def test_a_configuration_of_any_json_is_read_or_refused(changing, changes):
         path.write_text(before)
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"{", "is not JSON"), (b"[]", "is not a JSON object"),
+@pytest.mark.parametrize(("content", "sentence"), [(b"{", "is not JSON"), (b"[]", "is not a JSON object"),
                                                (b"\xff\xfe", "is not JSON")])  # fmt: skip
-def test_a_damaged_configuration_is_named(saved, content, said):
+def test_a_damaged_configuration_is_named(saved, content, sentence):
     (saved / "config.json").write_bytes(content)
     message = refused(saved)
-    assert said in message
+    assert sentence in message
     assert "config.json" in message
 
 

@@ -56,8 +56,8 @@ def values_of(config, dtype="float32"):
 
 
 def abstract_of(values, sharding=None, dtype=None):
-    where = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return {name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where) for name, x in values.items()}
+    target = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=target) for name, x in values.items()}
 
 
 JOURNEYS = {
@@ -92,10 +92,10 @@ def journey(folder, config, dtype, shard):
         opened = open_folder(folder / name)
         assert opened.legacy == (name == "second")
         assert dataclasses.replace(opened.config, layer_pattern=config.layer_pattern, sliding_window=3) == config
-        wanted = values if name == "first" else {key: x.astype(np.float32) for key, x in values.items()}
-        loaded = jax.device_get(read_parameters(opened, abstract_of(wanted)))
+        expected = values if name == "first" else {key: x.astype(np.float32) for key, x in values.items()}
+        loaded = jax.device_get(read_parameters(opened, abstract_of(expected)))
         assert loaded.keys() == values.keys()
-        for key, x in wanted.items():
+        for key, x in expected.items():
             assert (loaded[key].dtype, loaded[key].tobytes()) == (x.dtype, x.tobytes()), key
         write_folder(folder / written, config, read_arrays(loaded), dtype, layout, max_shard_bytes=shard)
     assert bits(folder / "first") == bits(folder / "third")
@@ -150,15 +150,15 @@ def test_parameters_of_another_architecture_are_refused_before_memory_is_taken(f
         read_parameters(open_folder(path), abstract)
 
 
-@pytest.mark.parametrize(("value", "dtype", "said"), [
+@pytest.mark.parametrize(("value", "dtype", "message"), [
     (np.nan, "float32", "NaN or infinite"), (-np.inf, "bfloat16", "NaN or infinite"),
     (3.4e38, "bfloat16", "beyond the range of bfloat16")])  # fmt: skip
-def test_a_value_that_is_not_finite_is_refused_and_its_tensor_named(folder, value, dtype, said, tmp_path):
+def test_a_value_that_is_not_finite_is_refused_and_its_tensor_named(folder, value, dtype, message, tmp_path):
     _, values, config = folder
     write_folder(tmp_path / "model", config, read_arrays(values), "float32")
     set_value(tmp_path / "model", QUERY, value)
     leaf = {name: values[name] for name in ("blocks.1.attention.query",)}
-    with pytest.raises(InputError, match=rf"The tensor {re.escape(QUERY)} in {tmp_path}/model .*{said}"):
+    with pytest.raises(InputError, match=rf"The tensor {re.escape(QUERY)} in {tmp_path}/model .*{message}"):
         read_parameters(open_folder(tmp_path / "model"), abstract_of(leaf, dtype=dtype))
 
 

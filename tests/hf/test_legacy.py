@@ -108,8 +108,8 @@ def test_the_released_8b_has_2483_tensors():
 ])  # fmt: skip
 def test_merges_and_norms_stand_with_the_sublayer_that_begins_with_them(layer, name, legacy):
     config = tiny_config()
-    ours = {(tensor.path, tensor.group) for tensor in tensors(config) if tensor.name == f"model.layers.{layer}.{name}"}
-    theirs = {(tensor.path, tensor.group) for tensor in legacy_tensors(config) if tensor.name == legacy}
+    ours = {(tensor.leaf, tensor.group) for tensor in tensors(config) if tensor.name == f"model.layers.{layer}.{name}"}
+    theirs = {(tensor.leaf, tensor.group) for tensor in legacy_tensors(config) if tensor.name == legacy}
     assert ours == theirs
     assert len(ours) == 1
 
@@ -121,12 +121,12 @@ def test_both_layouts_hold_the_same_values(variant):
     rng, stacks, left = np.random.default_rng(0), {}, {}
     for tensor in tensors(config):
         ours = tensor.to_ours(rng.normal(size=tensor.shape))
-        stacks[tensor.path, tensor.group] = ours  # of a bias in parts the last, which is not looked at
-        left[tensor.path, tensor.group] = left.get((tensor.path, tensor.group), 0) + ours.size
+        stacks[tensor.leaf, tensor.group] = ours  # of a bias in parts the last, which is not looked at
+        left[tensor.leaf, tensor.group] = left.get((tensor.leaf, tensor.group), 0) + ours.size
     for tensor in legacy_tensors(config):
-        left[tensor.path, tensor.group] -= int(np.prod(tensor.shape))
+        left[tensor.leaf, tensor.group] -= int(np.prod(tensor.shape))
         if "local_experts" in tensor.name:
-            ours = stacks[tensor.path, tensor.group][tensor.part]
+            ours = stacks[tensor.leaf, tensor.group][tensor.part]
             assert tensor.to_theirs(ours).shape == tensor.shape
             np.testing.assert_array_equal(tensor.to_ours(tensor.to_theirs(ours)), ours)
     assert set(left.values()) == {0}

@@ -85,7 +85,7 @@ def test_a_configuration_survives_the_journey(variant, rotary, base, biases, eps
     assert there["num_hidden_layers"] == 2 * config.num_layers
 
 
-@pytest.mark.parametrize(("tree", "changes", "said"), [
+@pytest.mark.parametrize(("tree", "changes", "message"), [
     (LEGACY_8B, {"model_type": "llama"}, "model_type 'llama'"),
     (LEGACY_8B, {"clamp_temp": True}, "clamp_temp true"),
     (LEGACY_8B, {"zaya_use_mod": False}, "zaya_use_mod false"),
@@ -117,8 +117,8 @@ def test_a_configuration_survives_the_journey(variant, rotary, base, biases, eps
     (BASE, {"ffn_hidden_size_list": [0, 4096] * 39}, "78 entries in ffn_hidden_size_list"),
     (BASE, {"num_query_groups_list": [0, 2] * 40}, "num_query_groups_list 0"),
 ])  # fmt: skip
-def test_what_this_model_has_no_form_of_is_refused(tree, changes, said):
-    assert said in refused({**tree, **changes})
+def test_what_this_model_has_no_form_of_is_refused(tree, changes, message):
+    assert message in refused({**tree, **changes})
 
 
 def test_what_the_layout_has_no_form_of_is_not_written():

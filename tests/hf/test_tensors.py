@@ -1,6 +1,5 @@
 """The table of tensors covers the model, once each, and changes layouts without arithmetic."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -10,34 +9,28 @@ from zaya_jax.hf.tensors import tensors
 from zaya_jax.model import arithmetic
 from zaya_jax.model.experts import ROUTERS
 from zaya_jax.model.hf_names import same
-from zaya_jax.model.zaya import ATTENTION, abstract_model
+from zaya_jax.model.tree import abstract_weights
+from zaya_jax.model.zaya import ATTENTION
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-def parameter(model, path):
-    for step in path:
-        model = model[step] if isinstance(step, int) else getattr(model, step)
-    return model
 
 
 @every_variant
 def test_tensors_fill_every_value_once(variant):
     config = tiny_config(variant, attention_bias=variant == "sliding")
-    model = abstract_model(config)
-    filled = {}
+    weights, filled = abstract_weights(config), {}
     for tensor in tensors(config):
-        count = filled.setdefault(tensor.path, np.zeros(parameter(model, tensor.path).shape, int))
+        count = filled.setdefault(tensor.leaf, np.zeros(weights[tensor.leaf].shape, int))
         place = count if tensor.group is None else count[tensor.group]
         place = place if tensor.part is None else place[tensor.part]
         assert tensor.to_ours(np.zeros(tensor.shape)).shape == place.shape, tensor.name
         place += 1
-    inert = filled["blocks", 0, "mixture", "router", "state_scale"][0]
+    inert = filled["blocks.0.mixture.router.state_scale"][0]
     assert not inert.any(), "the first layer has no state to scale"
     inert += 1
-    for path, count in filled.items():
-        assert (count == 1).all(), path
-    assert len(filled) == len(jax.tree.leaves(model)), "no parameter without a tensor"
+    for leaf, count in filled.items():
+        assert (count == 1).all(), leaf
+    assert len(filled) == len(weights), "no parameter without a tensor"
 
 
 @every_variant
@@ -95,7 +88,7 @@ def test_a_part_without_names_is_refused(changed):
 def test_linear_weights_are_transposed():
     config = tiny_config("sliding")
     tensor = row(config, "model.layers.3.self_attn.qkv_proj.k_proj.weight")
-    assert (tensor.path, tensor.group) == (("blocks", 1, "attention", "key"), 1)
+    assert (tensor.leaf, tensor.group) == ("blocks.1.attention.key", 1)
     assert tensor.shape == (config.kv_size, config.hidden_size)
     x = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
     np.testing.assert_array_equal(tensor.to_ours(x), x.T)

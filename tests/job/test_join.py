@@ -12,7 +12,7 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("node1:1", None, None), "must be given together"),
         (("node1", 2, 0), "must be HOST:PORT"),
@@ -22,8 +22,8 @@ POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
         (("node1:1", 0, 0), "--process is 0, but .* --processes 0"),
     ],
 )
-def test_flags_that_cannot_be_are_refused(flags, said):
-    with pytest.raises(InputError, match=said):
+def test_flags_that_cannot_be_are_refused(flags, message):
+    with pytest.raises(InputError, match=message):
         join(flags, seconds=1, peer_timeout=1)
 
 

@@ -249,16 +249,16 @@ def test_a_link_that_is_cut_ends_the_run_with_a_sentence(tmp_path):
     "begun", [says("joined"), says("compiling"), has_two_rows], ids=["joined", "compiling", "rows"]
 )
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("sent", "how"), [("SIGKILL", "was lost"), ("SIGSTOP", "sent no heartbeat for 5 s")])
-def test_a_process_that_is_killed_or_stopped_ends_the_other_with_its_name(tmp_path, begun, victim, sent, how):
+@pytest.mark.parametrize(("sent", "ending"), [("SIGKILL", "was lost"), ("SIGSTOP", "sent no heartbeat for 5 s")])
+def test_a_process_that_is_killed_or_stopped_ends_the_other_with_its_name(tmp_path, begun, victim, sent, ending):
     job = start_and_wait(tmp_path, begun, 'phases=[{"tokens": 128000}]', code=IMPATIENT + SPEAKING)
     job[victim].send_signal(signal.Signals[sent])
     assert job[1 - victim].wait(60) == 1
     job[victim].kill()
     text = finish_job(tmp_path, job)[1 - victim][1]
-    said = [line for line in text.splitlines() if line.startswith(f"Stopped: Process {victim} on ")]
-    assert len(said) == 1, text
-    assert how in said[0]
+    messages = [line for line in text.splitlines() if line.startswith(f"Stopped: Process {victim} on ")]
+    assert len(messages) == 1, text
+    assert ending in messages[0]
     for noise in ("Traceback", "Check failure", "gloo", "DEADLINE", "UNAVAILABLE"):
         assert noise not in text
 

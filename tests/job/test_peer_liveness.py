@@ -55,17 +55,17 @@ def run(act, limit=0.5):
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "message"),
     [
         ("pass_time(0.6)", "sent no heartbeat for 0.5 s"),
         ("theirs.close()", "was lost: its connection closed"),
         ("theirs.sendall(b'\\n'); theirs.close()", "was lost: its connection closed"),
     ],
 )
-def test_a_process_that_is_lost_ends_the_others(act, said):
+def test_a_process_that_is_lost_ends_the_others(act, message):
     status, out, err = run(act)
     assert (status, out) == (1, "")
-    assert err.startswith(f"Stopped: Process 3 on node3 {said}. Start all processes again with the same command")
+    assert err.startswith(f"Stopped: Process 3 on node3 {message}. Start all processes again with the same command")
     assert err.count("\n") == 1
 
 

@@ -13,7 +13,7 @@ from zaya_jax.config import load_config
 from zaya_jax.job.preemption import Preemption
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS
-from zaya_jax.run.signals import NAMES
+from zaya_jax.run.signals import NAMES, exit_status
 
 pytestmark = pytest.mark.usefixtures("signals_arrive")
 
@@ -23,20 +23,20 @@ pytestmark = pytest.mark.usefixtures("signals_arrive")
     [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130), (signal.SIGHUP, "SIGHUP", 129)],
 )
 def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(capfd, number, name, status):
-    heard = []
-    before = signal.signal(number, lambda *_: heard.append(1))
+    received = []
+    before = signal.signal(number, lambda *_: received.append(1))
     try:
         handler = signal.getsignal(number)
         with Preemption() as stop:
             os.kill(os.getpid(), number)
-            assert (heard, stop.reached()) == ([1], False)  # does what it did before
+            assert (received, stop.reached()) == ([1], False)  # does what it did before
             stop.arm()
             os.kill(os.getpid(), number)
-            assert (heard, stop.reached()) == ([1], True)
+            assert (received, stop.reached()) == ([1], True)
             assert stop.reached()  # and remembered
-            assert (stop.name, stop.status) == (name, status)
+            assert (NAMES[stop.number], exit_status(stop.number)) == (name, status)
             os.kill(os.getpid(), number)
-            assert heard == [1, 1]  # a second one, too
+            assert received == [1, 1]  # a second one, too
         assert signal.getsignal(number) is handler
         assert signal.set_wakeup_fd(-1) == -1
     finally:
@@ -46,16 +46,16 @@ def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(cap
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_under_a_supervisor_a_second_signal_is_no_second_request(capfd, number):
-    heard = []
-    before = signal.signal(number, lambda *_: heard.append(1))
+    received = []
+    before = signal.signal(number, lambda *_: received.append(1))
     try:
         with Preemption(is_supervised=True) as stop:
             os.kill(os.getpid(), number)
-            assert heard == [1]  # nothing to save yet
+            assert received == [1]  # nothing to save yet
             stop.arm()
             for _ in range(3):
                 os.kill(os.getpid(), number)
-            assert (heard, stop.reached()) == ([1], True)
+            assert (received, stop.reached()) == ([1], True)
     finally:
         signal.signal(number, before)
     assert capfd.readouterr().err == f"{NAMES[number]}: saving after this step, then exiting.\n"
@@ -68,7 +68,7 @@ def test_a_signal_that_is_ignored_as_under_nohup_stays_ignored(capfd):
         os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.reached()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (stop.reached(), stop.name) == (True, "SIGTERM")
+        assert (stop.reached(), stop.number) == (True, signal.SIGTERM)
     assert "SIGHUP" not in capfd.readouterr().err
 
 

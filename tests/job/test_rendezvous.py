@@ -59,14 +59,14 @@ def test_all_meet_or_are_told_the_number_that_is_wrong(drawn):
     missing = [number for number in range(processes) if number not in numbers]
     outcomes = meeting(numbers, processes, 2 if missing else 20)
     if twice:  # of several, the first to be seen; those that come later may meet each other, and miss the rest
-        said = [str(outcome_text) for outcome_text in outcomes]
-        assert sum(any(f"have --process {number}," in text for number in twice) for text in said) >= 2, said
-        assert all(re.search("Two processes|process(es)? 0", text, re.IGNORECASE) for text in said), said
+        messages = [str(outcome_text) for outcome_text in outcomes]
+        assert sum(any(f"have --process {number}," in text for number in twice) for text in messages) >= 2, messages
+        assert all(re.search("Two processes|process(es)? 0", text, re.IGNORECASE) for text in messages), messages
     elif missing:
         listed, came = (", ".join(map(str, some)) for some in (missing, sorted(numbers)))
-        for said in outcomes:
-            assert f"Process{'es' * (len(missing) > 1)} {listed} of {processes} did not reach --coordinator" in said
-            assert f" {came} did" in said
+        for message in outcomes:
+            assert f"Process{'es' * (len(missing) > 1)} {listed} of {processes} did not reach --coordinator" in message
+            assert f" {came} did" in message
     else:
         assert outcomes == [[0] if number else list(range(1, processes)) for number in numbers]
 
@@ -126,9 +126,9 @@ def test_the_secret_of_another_users_start_is_waited_for(monkeypatch, tmp_path, 
 
 
 def test_an_address_where_nobody_listens_is_named():
-    (said,) = meeting([1], 2)
-    assert "Process 1 could not reach process 0 at --coordinator 127.0.0.1:" in said
-    assert "Connection refused" in said
+    (message,) = meeting([1], 2)
+    assert "Process 1 could not reach process 0 at --coordinator 127.0.0.1:" in message
+    assert "Connection refused" in message
 
 
 @pytest.mark.parametrize(
@@ -147,22 +147,22 @@ def test_a_program_that_is_not_process_0_is_not_waited_for_without_end(monkeypat
                     connection.close()
 
         threading.Thread(target=serve, daemon=True).start()
-        (said,) = meeting([1], 2, 0.1, other.getsockname()[1])
-        assert "could not reach process 0 at --coordinator" in said
-        assert f"({reason})" in said
+        (message,) = meeting([1], 2, 0.1, other.getsockname()[1])
+        assert "could not reach process 0 at --coordinator" in message
+        assert f"({reason})" in message
 
 
 @pytest.mark.parametrize("bad", ["127.0.0.1", "[::1]:none", "localhost:70000"])
 def test_a_bind_address_without_a_port_is_refused(monkeypatch, bad):
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bad)
-    said = outcome(Job("127.0.0.1", free_port(), "--coordinator", 2, 0))
-    assert said == f"JAX_COORDINATOR_BIND_ADDRESS is {bad!r}, but must be HOST:PORT."
+    message = outcome(Job("127.0.0.1", free_port(), "--coordinator", 2, 0))
+    assert message == f"JAX_COORDINATOR_BIND_ADDRESS is {bad!r}, but must be HOST:PORT."
 
 
 @pytest.mark.parametrize("host", ["node1..cluster", "n" * 64])
 def test_what_cannot_be_a_host_is_named(host):
-    said = outcome(Job(host, 9999, "--coordinator", 2, 1))
-    assert f"--coordinator {host}:9999 has an invalid host name" in said
+    message = outcome(Job(host, 9999, "--coordinator", 2, 1))
+    assert f"--coordinator {host}:9999 has an invalid host name" in message
 
 
 @pytest.mark.parametrize("text", ["[::1]:80", "::1:80"])
@@ -172,43 +172,43 @@ def test_brackets_stand_around_an_ipv6_address_that_jax_gets(text):
 
 
 def test_an_unknown_host_is_told_at_once_but_in_kubernetes_where_names_come_late(monkeypatch):
-    resolve, asked = socket.getaddrinfo, []
+    resolve, calls = socket.getaddrinfo, []
 
     def unknown(host, *rest, **options):
-        asked.append(host)
+        calls.append(host)
         if host == "nowhere":
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         if host == "busy":
-            if len(asked) <= 3:
+            if len(calls) <= 3:
                 raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
             host = "127.0.0.1"
         if host == "late":
-            host = "127.0.0.1" if len(asked) > 3 else unknown("nowhere")
+            host = "127.0.0.1" if len(calls) > 3 else unknown("nowhere")
         return resolve(host, *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     for said in meeting([0, 1], 2, 60, host="nowhere"):
         assert "The host of --coordinator nowhere:" in said
-    assert asked == ["nowhere"] * 2
-    asked.clear()
+    assert calls == ["nowhere"] * 2
+    calls.clear()
     assert meeting([0, 1], 2, 60, host="busy") == [[1], [0]]
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    asked.clear()
+    calls.clear()
     assert meeting([0, 1], 2, 60, host="late") == [[1], [0]]
 
 
 def test_a_name_that_leads_to_process_0_only_later_is_waited_for(monkeypatch, capfd):
-    resolve, asked = socket.getaddrinfo, []
+    resolve, calls = socket.getaddrinfo, []
 
     def moving(host, *rest, **options):
-        asked.append(host)
-        return resolve("127.0.0.1" if len(asked) > 4 else "203.0.113.1", *rest, **options)
+        calls.append(host)
+        return resolve("127.0.0.1" if len(calls) > 4 else "203.0.113.1", *rest, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", moving)
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(outcome, Job("moved", port, "--coordinator", 2, 0), 60)
-        while len(asked) < 4:
+        while len(calls) < 4:
             assert not first.done()
             time.sleep(0.01)
         assert outcome(Job("moved", port, "--coordinator", 2, 1), 60) == [0]
@@ -232,14 +232,14 @@ def test_the_port_is_free_while_connections_are_open():
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(connect_processes, job, 20)
         second = pool.submit(connect_processes, job._replace(process=1), 20)
-        (other,), (itself,) = first.result(), second.result()
+        (other,), (server,) = first.result(), second.result()
     with socket.create_server(("127.0.0.1", job.port)):
         assert other.process == 1
         assert other.host == socket.gethostname()
         other.send("still open")
         time.sleep(0.1)
-        assert (itself.receive() or [])[-1:] == ["still open"]
-    threading.Thread(target=end_connections, args=([itself], "farewell", 5)).start()
+        assert (server.receive() or [])[-1:] == ["still open"]
+    threading.Thread(target=end_connections, args=([server], "farewell", 5)).start()
     time.sleep(0.1)
     assert other.receive() == ["farewell"]
     assert other.receive() is None

@@ -76,9 +76,9 @@ def test_strangers_neither_end_nor_enter_a_job_nor_learn_of_it(contents):
             assert visit(job.port, content)[42:] in (b"", b"rejected\n")
             connection.sendall(content[: len(content) // 2])  # and waits
         assert not first.done()
-        (itself,) = join(first, job)
+        (accepted,) = join(first, job)
     (other,) = first.result()
-    assert (other.process, other.host, itself.process) == (1, socket.gethostname(), 0)
+    assert (other.process, other.host, accepted.process) == (1, socket.gethostname(), 0)
     for connection in held:
         connection.close()
 
@@ -183,9 +183,9 @@ def test_a_flood_of_connections_keeps_nobody_out(descriptors):
 def test_a_process_with_another_secret_says_so_and_ends_nothing():
     job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
     with process_0(job) as first:
-        said, _ = start(1, job.port, seconds=1, **{VARIABLE: "another"}).communicate(timeout=100)
-        assert f"Process 1 could not reach process 0 at {job.coordinator} within 1 s (it has another" in said
-        assert SECRET not in said
+        output, _ = start(1, job.port, seconds=1, **{VARIABLE: "another"}).communicate(timeout=100)
+        assert f"Process 1 could not reach process 0 at {job.coordinator} within 1 s (it has another" in output
+        assert SECRET not in output
         join(first, job)
 
 
@@ -207,8 +207,8 @@ def test_a_name_that_only_its_own_host_reaches_is_said_at_once(monkeypatch, capf
     port = free_port()
     with pytest.raises(PeersMissing):
         connect_processes(Job(host, port, "--coordinator", 2, 0), 0)
-    said = f"{host} is {' and '.join(addresses)} on this host"
-    assert (said in capfd.readouterr().err) == (host in ("node1", "here"))
+    message = f"{host} is {' and '.join(addresses)} on this host"
+    assert (message in capfd.readouterr().err) == (host in ("node1", "here"))
 
 
 def test_an_address_of_another_host_is_named(monkeypatch):

@@ -9,6 +9,8 @@ from tests.kernel_helpers import kernel_names, kernels, lower
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.lab.kernel_cases import EIGHT_B, SMALL, cases, passes, program
+from zaya_jax.lab.predict.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.resources import KernelResources, waves_per_simd
 from zaya_jax.ops.registry import OPERATIONS
 
 KERNELS = {
@@ -58,7 +60,8 @@ def test_every_operation_that_has_a_kernel_has_a_case():
 def test_the_page_has_what_the_benchmark_recorded_of_these_kernels():
     gpus = json.loads((ROOT / "benchmarks" / "kernels_compiled.json").read_text(encoding="utf-8"))["gpus"]
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").replace("**", "")
-    _, cases_part, kernels_part = re.split("## Launches and bytes of an operation|## Registers and shared memory", page)
+    heads = "## Launches and bytes of an operation|## Registers and shared memory|### Tiles for AMD"
+    _, cases_part, kernels_part, _ = re.split(heads, page)
     rows, kernels_rows = (
         re.findall(r"^\| `([\w ]+)` \| (.*) \|$", part, re.MULTILINE) for part in (cases_part, kernels_part)
     )
@@ -71,10 +74,15 @@ def test_the_page_has_what_the_benchmark_recorded_of_these_kernels():
             assert launches == str(row[side]["launches"])
     assert {name for name, _ in kernels_rows} == {name for launched in KERNELS.values() for name in launched}
     for name, cells in kernels_rows:
-        variants = [[kernel for kernel in report["kernels"] if (kernel["name"], kernel["dtype"]) == (name, "bfloat16")]
-                    for report in gpus.values()]  # fmt: skip
-        assert cells.split(" | ") == [f"{max(kernel[what] for kernel in of_gpu) / unit:.3g}" for of_gpu in variants
-                                      for what, unit in (("registers", 1), ("shared", 1024))]  # fmt: skip
+        expected = []
+        for gpu, report in gpus.items():
+            found = (row for row in report["kernels"] if (row["name"], row["dtype"]) == (name, "bfloat16"))
+            variants = [KernelResources(**{key: row[key] for key in KernelResources._fields}) for row in found]
+            registers, shared = (max(getattr(x, key) for x in variants) for key in ("registers", "shared"))
+            expected += [f"{registers:.3g}", f"{shared / 1024:.3g}"]
+            if GPUS[gpu].platform == "rocm":
+                expected.append(f"{min(waves_per_simd(x, GPUS[gpu])[0] for x in variants):g}")
+        assert cells.split(" | ") == expected
 
 
 def test_the_work_is_what_the_definitions_say():

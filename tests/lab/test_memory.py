@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from zaya_jax.lab.measure.memory import KERNELS, summarize, table, time_kernel
+from zaya_jax.lab.measure.memory import KERNELS, summarize, time_kernel
 from zaya_jax.machine.__main__ import main
 
 
@@ -21,9 +21,6 @@ def test_each_operation_returns_what_it_should(name, monkeypatch):
 def test_rates_count_arrays_at_the_shortest_time():
     triad, copy = summarize(1000, {name: [2.0, 0.5, 1.0] for name in ("Triad", "Copy")})
     assert (triad["bytes_per_second"], copy["bytes_per_second"]) == (3 * 1000 / 0.5, 2 * 1000 / 0.5)
-    head, line = table(summarize(10**6, {"Triad": [0.5, 1.0]}))
-    assert head.split() == ["Function", "MBytes/sec", "Min", "(sec)", "Max", "Average"]
-    assert line.split() == ["Triad", "6.000", "0.50000", "1.00000", "0.75000"]
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -36,7 +33,9 @@ def test_the_command_measures_the_model_and_the_peer(tmp_path, capsys):
     assert {row["operation"] for row in result["operations"]} == {"residual_norm", "residual_norm backward"}
     assert "-O3 -march=native -fopenmp" in result["stream"]["compiler"]
     assert result["stream"]["bytes_per_second"] > 0
-    assert "of triad" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "of triad" in printed
+    assert {"copy", "mul", "add", "triad", "dot"} <= set(printed.split())
     assert png.read_bytes()[:4] == b"\x89PNG"
 
 

@@ -23,6 +23,12 @@ def test_each_python_has_one_jax_and_its_plugin():
             assert f"\n{package}=={version} ; {marker}\n" in CONSTRAINTS
 
 
+def test_jax_is_capped_at_the_newest_minor_version_that_is_tested():
+    major, minor, _ = VERSIONS["3.12"].split(".")
+    (jax,) = (line for line in PROJECT["dependencies"] if line.startswith("jax>"))
+    assert jax == f"jax>={VERSIONS['3.11']},<{major}.{int(minor) + 1}"
+
+
 def test_the_container_copies_what_there_is_and_installs_an_extra_that_exists():
     copied = [source for line in instructions("COPY") for source in line.split()[:-1]]
     assert {"pyproject.toml", "constraints.txt", "zaya_jax", "pallas_kernels", "configs"} <= set(copied)

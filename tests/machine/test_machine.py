@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.__main__ import main as bench
 from zaya_jax.lab.measure import installation as module
-from zaya_jax.lab.measure.describe import describe_machine
+from zaya_jax.lab.measure.installation import describe_machine
 from zaya_jax.lab.result import describe_run, write_result
 from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.machine.__main__ import main

@@ -97,10 +97,10 @@ def test_other_sizes_have_the_totals_they_are_named_after(name, published, withi
     config = load_config(path).model
     total, active = arithmetic.total_parameters(config), arithmetic.active_parameters(config)
     assert total == pytest.approx(published, rel=within)
-    said = path.read_text(encoding="utf-8")
+    message = path.read_text(encoding="utf-8")
     training = arithmetic.training_flops_per_token(config, 4096)
     for figure in (f"{total:,} parameters", f"{active:,} outside", f"{training / 1e9:.2f} GFLOP"):
-        assert figure in said, figure
+        assert figure in message, figure
 
 
 def test_the_74b_is_published_as_activating_about_four_billion():

@@ -11,7 +11,7 @@ import pytest
 from tests.devices_helpers import ROOT
 from tests.helpers import tiny_config
 from zaya_jax.config import load_config
-from zaya_jax.model.cache import KeyValues
+from zaya_jax.model.attention import KeyValues
 from zaya_jax.model.cca import CCACache
 from zaya_jax.model.zaya import init_cache
 

@@ -30,7 +30,7 @@ def captured(model):
 
 def test_layers_follow_one_another(model, captured):
     """The residual stream that leaves a layer enters the next; so does the router's state."""
-    for after, before in (("layers", "layers.args.x_bsd"), ("layers.1", "layers.args.state_bsr")):
+    for after, before in (("layers", "layers.args.x_bsd"), ("layers.state_bsr", "layers.args.state_bsr")):
         assert len(captured[after]) == CONFIG.num_layers
         np.testing.assert_array_equal(captured[after][:-1], captured[before][1:])
     np.testing.assert_array_equal(captured["layers"][-1], captured["norm.args.x"])
@@ -53,7 +53,7 @@ def test_the_routers_choice_is_that_of_its_probabilities(model, captured):
         np.testing.assert_array_equal(chosen, expert)
         assert_close(captured["layers.mixture.router.weight_bs"][layer], weight, 1e-6)
         counts = np.bincount(chosen[SEGMENTS != 0], minlength=CONFIG.num_experts + 1)
-        np.testing.assert_array_equal(counts, captured["layers.2"][layer])
+        np.testing.assert_array_equal(counts, captured["layers.counts_e"][layer])
 
 
 def test_names_and_patterns_choose(model, captured):

@@ -21,8 +21,8 @@ def drawn(seed):
 @given(seed=seeds(), name=st.sampled_from(["a", "b"]), data=st.data())
 def test_a_fingerprint_tells_any_two_apart(seed, name, data):
     arrays = drawn(seed)
-    whole = fingerprint(arrays)
-    assert whole == fingerprint({key: arrays[key] for key in reversed(arrays)})
+    expected = fingerprint(arrays)
+    assert expected == fingerprint({key: arrays[key] for key in reversed(arrays)})
     flat = np.array(arrays[name]).reshape(-1)
     first, second = (data.draw(st.integers(0, flat.size - 1)) for _ in range(2))
     changed = flat.copy()
@@ -31,7 +31,7 @@ def test_a_fingerprint_tells_any_two_apart(seed, name, data):
     swapped[[first, second]] = flat[[second, first]]
     for other in (changed, swapped):
         digest = fingerprint({**arrays, name: jnp.asarray(other.reshape(SHAPES[name]))})
-        assert (digest == whole) == (other.tobytes() == flat.tobytes())
+        assert (digest == expected) == (other.tobytes() == flat.tobytes())
 
 
 def placed_fingerprint():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.helpers import assert_close, blocks_of, jit, seeds
 from zaya_jax.model import loss
@@ -97,16 +98,17 @@ def test_bfloat16_hidden_with_a_float32_head():
         assert np.linalg.norm(np.asarray(ours, np.float32) - theirs) < 0.03 * np.linalg.norm(theirs)
 
 
-def test_one_chunk_in_bfloat16_computes_where_it_is_compiled():
+def test_one_chunk_in_bfloat16_computes_where_it_is_compiled_and_rounds_no_more_than_its_operands():
     """A product that is transposed at once is one that XLA's CPU code lacks in bf16."""
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16) for shape in ((512, 32), (300, 32)))
     targets, weights = rng.integers(0, 300, 512).astype(np.int32), np.ones(512, np.float32)
     arguments = (hidden, head.astype(jnp.float32), targets, weights)
-    loss, (_, gradient) = compiled(total, False)(*arguments)
-    expected, (_, wide) = compiled(dense, False)(*arguments)
-    np.testing.assert_allclose(loss, expected, rtol=0.01)
-    assert np.linalg.norm(gradient - wide) < 0.03 * np.linalg.norm(wide)
+    loss, gradients = compiled(total, False)(*arguments)
+    expected, wide = compiled(dense, False)(arguments[0].astype(jnp.float32), *arguments[1:])
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for ours, theirs in zip(gradients, wide, strict=True):
+        assert np.linalg.norm(np.asarray(ours, np.float32) - theirs) < 2**-9 * np.linalg.norm(theirs)
 
 
 def test_large_logits_stay_finite():
@@ -115,6 +117,29 @@ def test_large_logits_stay_finite():
     chex.assert_tree_all_finite((loss, gradient))
     expected, theirs = compiled(dense, True)(1e4 * hidden, head, bias, targets, weights)
     assert_close((loss, gradient), (expected, theirs), 1e-5)
+
+
+@functools.cache
+def sampled(function):
+    """The same, with exponentials relative to the largest of four logits, as in large vocabularies."""
+
+    def patched(*arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loss, "SAMPLED_VOCABULARY", 0)
+            patch.setattr(loss, "SAMPLE", 4)
+            return function(*arguments)
+
+    return jit(patched)
+
+
+@given(seed=seeds(), dtype=st.sampled_from(["float32", "bfloat16"]), above=st.sampled_from([0, 60, 86, 100, 1e4]))
+def test_logits_far_above_those_of_a_sample(seed, dtype, above):
+    hidden, head, bias, targets, weights = draw(seed, dtype)
+    arguments = hidden, head, bias.at[V - 1].add(above), targets, weights
+    ours = sampled(jax.value_and_grad(total, argnums=(0, 1, 2)))(*arguments)
+    assert_close(ours, compiled(total, True)(*arguments), 1e-5 if dtype == "float32" else 0.02, least=1.0)
+    alone, terms = sampled(chunked_loss)(*arguments)
+    assert_close((alone, terms), jit(chunked_loss)(*arguments), 1e-5, least=1.0)
 
 
 def test_a_frozen_head_changes_nothing_but_its_own_gradient():

@@ -30,9 +30,9 @@ def test_unpacking_a_layer_gives_its_parameters_and_their_gradients():
     def loss(layer):
         return sum(jnp.sum(jnp.sin(x.astype(jnp.float32)) * index) for index, x in enumerate(jax.tree.leaves(layer)))
 
-    found = jit(jax.grad(lambda arrays: loss(pack_small(arrays)[1]([x[1] for x in pack_small(arrays)[0]]))))(arrays)
-    wanted = jit(jax.grad(lambda arrays: loss(jax.tree.map(lambda x: x[1], arrays))))(arrays)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    result = jit(jax.grad(lambda arrays: loss(pack_small(arrays)[1]([x[1] for x in pack_small(arrays)[0]]))))(arrays)
+    reference = jit(jax.grad(lambda arrays: loss(jax.tree.map(lambda x: x[1], arrays))))(arrays)
+    jax.tree.map(np.testing.assert_array_equal, result, reference)
 
 
 def test_a_layer_has_half_as_many_arrays():

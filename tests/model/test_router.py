@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests.helpers import assert_close, jit, seeds, tiny_config
 from zaya_jax.model.router import Router
 from zaya_jax.ops import LOCAL
+from zaya_jax.ops.router import RouterWeights
+from zaya_jax.ops.router import router as routed
 
 CONFIG = tiny_config()
 E, R = CONFIG.num_experts, CONFIG.router_size
@@ -126,3 +128,38 @@ def test_softmax_and_state_are_float32_in_bfloat16():
     chex.assert_type(p, jnp.float32)
     np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-6)
     assert np.abs(np.asarray(p) - reference(router(), h, state)[0]).max() < 0.1
+
+
+def plainly(projected, state, w, eps, dtype):
+    """What `ops.router` computes, in one dtype, by autodiff's own rules."""
+    state = projected + w.down_bias_r + state * w.state_scale_r
+    x = state / jnp.sqrt((state**2).mean(-1, keepdims=True) + eps) * w.norm_r
+    x = jax.nn.gelu(x @ w.hidden1_rr + w.hidden1_bias_r, approximate=False)
+    x = jax.nn.gelu(x @ w.hidden2_rr + w.hidden2_bias_r, approximate=False)
+    return jax.nn.softmax(x @ w.output_rc, axis=-1), state
+
+
+@functools.cache
+def gradients(function, dtype):
+    def weighted(arrays, cotangents):
+        out = function(*arrays, 1e-5, dtype)
+        return sum((a * b).sum() for a, b in zip(out, cotangents, strict=True))
+
+    return jit(jax.grad(weighted))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
+@settings(max_examples=3)
+@given(seed=seeds())
+def test_gradients_are_those_of_autodiff_in_double_precision(dtype, tolerance, seed):
+    rng, t, r = np.random.default_rng(seed), 40, 16
+    rows, cotangents = rng.normal(size=(2, t, r)), (rng.normal(size=(t, E + 1)), rng.normal(size=(t, r)))
+    vectors, matrices = rng.normal(1, 0.3, (5, r)), rng.normal(0, r**-0.5, (2, r, r))
+    output, (bias, scale, norm, bias1, bias2) = rng.normal(0, r**-0.5, (r, E + 1)), vectors
+    weights = RouterWeights(bias, scale, norm, matrices[0], bias1, matrices[1], bias2, output)
+    arrays = jax.tree.map(np.float32, ((*rows, weights), cotangents))
+    ours = jax.device_get(gradients(routed, dtype)(*arrays))
+    with jax.enable_x64(True):
+        exact = jax.device_get(gradients(plainly, jnp.float64)(*jax.tree.map(np.float64, arrays)))
+    for mine, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+        assert np.linalg.norm(np.float64(mine) - theirs) <= tolerance * np.linalg.norm(theirs)

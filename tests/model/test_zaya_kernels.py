@@ -66,10 +66,10 @@ def test_forward_and_backward_are_those_of_the_references(selection, config):
         jit(jax.value_and_grad(functools.partial(loss, ops=ops, config=config), has_aux=True))(params, biases, *batch())
         for ops in (LOCAL, selection.ops)
     ]
-    ((expected, counts), wanted), ((value, counts_there), grads) = results
+    ((expected, counts), reference), ((value, counts_there), grads) = results
     np.testing.assert_array_equal(counts_there, counts)
     assert abs(value - expected) < 1e-6 * batch()[0].size * config.hidden_size  # a sum of as many terms, which cancel
-    assert_trees_close(grads, wanted, 2e-4)
+    assert_trees_close(grads, reference, 2e-4)
 
 
 @pytest.mark.soak

@@ -47,14 +47,14 @@ class Case(typing.NamedTuple):
 
 
 @st.composite
-def documents(draw, rows: int, length: int) -> np.ndarray:
-    """int32 [rows, length]: of one token, within a tile, longer than two; padding in front, between and behind."""
+def documents(draw, rows: int, length: int, sizes=(1, 1, 3, TILE, TILE + 1, 2 * TILE + 3, 60)) -> np.ndarray:
+    """int32 [rows, length], of such sizes: one token, within a tile, longer; padding in front, between and behind."""
     segments = np.zeros((rows, length), np.int32)
     for row in segments:
         at, number = 0, 0
         while at < length:
             number += 1
-            size = draw(st.sampled_from([1, 1, 3, TILE, TILE + 1, 2 * TILE + 3, 60]))
+            size = draw(st.sampled_from(sizes))
             row[at : at + size] = 0 if draw(st.sampled_from([False, False, False, True])) else 3 * number
             at += size
     return segments

@@ -13,6 +13,7 @@ from pallas_kernels.grouped_matmul import row_tile, row_tiles
 from tests.helpers import jit, seeds
 from tests.kernel_helpers import kernel, lowered_kernels, shape
 from zaya_jax.ops.grouped_matmul import grouped_matmul
+from zaya_jax.ops.registry import OPERATIONS
 
 # The largest error of a result over the largest of its values: of fp32 sums, and of results rounded to bf16.
 WITHIN = {"float32": 1e-5, "bfloat16": 2**-7}
@@ -97,6 +98,32 @@ def test_rows_past_the_groups_and_of_others_may_hold_anything():
     dirty = compiled(emulated)(x.at[17:].set(np.nan), w, sizes, cotangent.at[17:].set(np.nan))
     for one, other in zip(clean, dirty, strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def hipblaslt(operation):
+    return OPERATIONS[operation].kernel("hipblaslt")
+
+
+@settings(max_examples=3)
+@given(sizes=splits(SHAPE[0], SHAPE[3]), seed=seeds())
+def test_the_vendor_s_product_computes_what_the_reference_does(sizes, seed):
+    x, w, cotangent = draw(SHAPE, "float32", seed)
+    want, d_want, _ = in_float64(x, w, sizes, cotangent)
+    for operation, array, exact in (("grouped_product", x, want), ("grouped_product_transposed", cotangent, d_want)):
+        ours = jax.jit(hipblaslt(operation).run, static_argnums=0)("gfx942", array, w, sizes)
+        assert np.abs(np.asarray(ours, np.float64) - exact).max() <= WITHIN["float32"] * max(np.abs(exact).max(), 1e-30)
+
+
+def test_the_vendor_s_product_is_refused_where_xla_would_multiply_every_row_by_every_matrix(monkeypatch):
+    x, w, sizes, _ = of_8b("bfloat16")
+    supports = hipblaslt("grouped_product").supports
+    assert supports("gfx942", x, w, sizes) == ""
+    assert "on gfx950" in supports("gfx950", x, w, sizes)
+    assert "not for float32" in supports("gfx942", x.update(dtype=jnp.float32), w, sizes)
+    assert "matrices [e, p, q]" in supports("gfx942", x.update(shape=(8, 7)), w, sizes)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_experimental_use_ragged_dot_grouped_gemm=false")
+    assert "one of which is off" in supports("gfx942", x, w, sizes)
+    assert "hipblaslt" not in {kernel.name for kernel in OPERATIONS["grouped_product"].kernels_for("cuda")}
 
 
 tiles_of = jax.jit(functools.partial(row_tiles, block=16), static_argnums=1)

@@ -1,6 +1,9 @@
 import dataclasses
+import itertools
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.kernel_helpers import kernels
@@ -22,6 +25,7 @@ from zaya_jax.ops.target import Target
 GPU, EMULATED = Target("rocm", "AMD Instinct MI300X", "gfx942"), Target("interpret", "any")
 SMALL = dataclasses.replace(EXAMPLE, num_query_heads=2, num_kv_heads=1, head_dim=64, hidden_size=64, num_experts=2,
                             expert_size=32)  # fmt: skip
+_RUNS = itertools.count()
 WITH_KERNELS = [name for name, operation in OPERATIONS.items() if operation.kernels]
 
 
@@ -97,6 +101,12 @@ def wrong_where_large(_architecture, x):
     return x if x.shape[0] <= 8 else x.at[-1].set(0)
 
 
+def restless(_architecture, x):
+    """As if the order of additions varied from run to run."""
+    noise = jax.pure_callback(lambda: np.float32(1e-6 * next(_RUNS)), jax.ShapeDtypeStruct((), np.float32))
+    return x * (1 + noise)
+
+
 def right(_architecture, x):
     return 1.0 * x
 
@@ -134,6 +144,14 @@ def test_a_kernel_that_fails_is_rejected_in_the_process_and_the_next_one_takes_i
     assert select_kernels(EMULATED, EXAMPLE, "bfloat16").chosen == {"gram_polynomial": "right"}
     assert [rejected[:2] for rejected in rejections(EMULATED)] == [["gram_polynomial", run.__name__]]
     assert rejections(GPU) == []
+
+
+def test_a_kernel_whose_bits_vary_is_rejected_on_a_gpu(monkeypatch):
+    operation(monkeypatch, restless, right)
+    selection = select_kernels(GPU, SMALL, "float32")
+    with pytest.warns(UserWarning, match="restless kernel for gram_polynomial .*: two runs .* gave different bits"):
+        found = validate_kernels(selection, SMALL, "float32", large=2**12)
+    assert found.chosen == {"gram_polynomial": "right"}
 
 
 def test_with_no_kernel_left_the_reference_is_used(monkeypatch):

@@ -39,7 +39,8 @@ def test_every_kernel_has_a_tile_for_any_architecture_that_fits_smaller_gpus():
             listed = "cuda" if "cuda" in TILES[name] else "sm_90"
             known, other = (tile(name, architecture, dtype) for architecture in (listed, "sm_86"))
             assert (other.sizes, other.warps, other.stages) == (known.sizes, known.warps, min(known.stages, 2))
-            assert tile(name, "gfx942", dtype) == tile(name, "gfx1100", dtype) == tile(name, "rocm", dtype)
+            if "gfx942" in TILES[name]:
+                assert tile(name, "gfx942", dtype) == tile(name, "gfx1100", dtype) == tile(name, "rocm", dtype)
 
 
 def test_tiles_are_powers_of_two_but_for_limits_of_programs_rows_and_tokens():
@@ -48,7 +49,8 @@ def test_tiles_are_powers_of_two_but_for_limits_of_programs_rows_and_tokens():
         for cut in (cut for architecture in architectures for dtype in ("bfloat16", "float32")
                     for cut in tiles(name, architecture, dtype)):  # fmt: skip
             sizes = [size for index, size in enumerate(cut.sizes) if index not in limits.get(name, ())]
-            assert all(size.bit_count() == 1 for size in (*sizes, cut.warps)), (name, cut)
+            warps = cut.warps // 3 if name == "attention_mosaic" else cut.warps  # three warpgroups
+            assert all(size.bit_count() == 1 for size in (*sizes, warps)), (name, cut)
 
 
 def test_a_target_is_a_static_value():

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close, jit
-from zaya_jax.ops.stacked import Accumulated
+from tests.kernel_helpers import kernels, traced_kernels
+from zaya_jax.model.zaya import POLICIES
+from zaya_jax.ops.stacked import Accumulated, kept_rows
 from zaya_jax.parallel.accumulation import scan_layers
 
 LAYERS, WIDTH = 3, 16
@@ -69,3 +71,37 @@ def test_no_further_stack_is_in_memory():
     x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
     lowered = jax.jit(accumulated, donate_argnums=1).lower(stacks, stacks, x)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 64**3 * 4 / 2
+
+
+def gradient_of_experts(keep, remat, stacks, x_td, expert_lt):
+    """Loss, gradient and sums of a model whose layers are experts by kernels, with or without space to `keep` rows."""
+    experts, totals = kernels("interpret").ops.experts, jax.tree.map(lambda x: jax.new_ref(jnp.ones(x.shape)), stacks)
+
+    def layer(x_td, parts):
+        expert_t, matrices = parts
+        return x_td + experts(x_td, expert_t, jnp.cos(x_td[:, 0]), *matrices), None
+
+    def of_values(probe, x_td):
+        space = [kept_rows(stack, len(x_td)) if keep else None for stack in stacks]
+        layers = [Accumulated(*parts, probe, True, rows) for *parts, rows in zip(stacks, totals, space, strict=True)]
+        step = jax.checkpoint(layer, policy=POLICIES["dots"], prevent_cse=False) if remat else layer
+        return (scan_layers(step, x_td, (expert_lt, layers))[0] ** 2).sum()
+
+    value, gradient = jax.value_and_grad(of_values, argnums=(0, 1))(jnp.zeros(()), x_td)
+    return value, gradient, jax.tree.map(jax.freeze, totals)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_rows_are_kept_in_place_for_the_backward_pass(remat):
+    """Results are those without space for the rows, and no kernel runs again."""
+    rng, (tokens, experts, width) = np.random.default_rng(1), (24, 2, 16)
+    shapes = (LAYERS, experts, WIDTH, 2 * width), (LAYERS, experts, width, WIDTH), (tokens, WIDTH)
+    gate_up, down, x_td = (rng.normal(size=size).astype(np.float32) / 4 for size in shapes)
+    expert_lt = rng.integers(0, experts + 1, (LAYERS, tokens)).astype(np.int32)
+    functions = [functools.partial(gradient_of_experts, keep, remat) for keep in (True, False)]
+    arrays = [gate_up, down], x_td, expert_lt
+    ours, theirs = (jax.device_get(jit(function)(*arrays)) for function in functions)
+    assert_close(ours, theirs, 1e-6)
+    launched = [sorted(traced_kernels(function, *arrays)) for function in functions]
+    assert launched[0] == launched[1]
+    assert launched[0].count("grouped_swiglu") == 1

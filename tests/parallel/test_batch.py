@@ -54,10 +54,10 @@ def placed(config: ParallelConfig, micro_batches: int | None):
     mesh = make_mesh(config)
     rows = np.arange(16 * 16).reshape(16, 16)
     placed_rows = place_batch({"tokens": rows}, mesh, config, micro_batches)["tokens"]
-    whole = np.asarray(placed_rows)
+    batch = np.asarray(placed_rows)
     parts = {shard.device.id: np.asarray(shard.data) for shard in placed_rows.addressable_shards}
     return (
-        whole,
+        batch,
         parts,
         placed_rows.sharding.spec
         == PartitionSpec(*([None] * (micro_batches is not None)), ("data", "fsdp", "expert"), "context"),
@@ -67,10 +67,10 @@ def placed(config: ParallelConfig, micro_batches: int | None):
 @pytest.mark.parametrize("micro_batches", [None, 2])
 def test_rows_lie_in_order_and_pieces_where_the_layout_has_them(micro_batches):
     config = ParallelConfig(fsdp=2, context=4)
-    whole, parts, spec = on_devices(8, "tests.parallel.test_batch:placed", config, micro_batches)
+    batch, parts, spec = on_devices(8, "tests.parallel.test_batch:placed", config, micro_batches)
     assert spec
     rows = np.arange(16 * 16).reshape(16, 16)[:, sequence_order(config, 16)]
-    np.testing.assert_array_equal(whole.reshape(16, 16), rows)
+    np.testing.assert_array_equal(batch.reshape(16, 16), rows)
     leading = rows.reshape((2, 8, 16) if micro_batches else (1, 16, 16))
     half = leading.shape[1] // 2
     for device, part in parts.items():  # the innermost axis is context

@@ -145,9 +145,9 @@ def stacked_loss(leaves: Mapping[str, LeafPlacement]) -> LocalLoss:
     gather = gather_layer(leaves, dict.fromkeys(leaves, jnp.float32))
 
     def layer(h: jax.Array, values: dict[str, Any]) -> tuple[jax.Array, None]:
-        whole = gather({name: nnx.Param(x) for name, x in values.items()})
-        experts = jnp.einsum("bi,eio->bo", h, whole["experts"][...])
-        return jnp.tanh(h @ whole["w"][...] + experts / 8), None
+        full = gather({name: nnx.Param(x) for name, x in values.items()})
+        experts = jnp.einsum("bi,eio->bo", h, full["experts"][...])
+        return jnp.tanh(h @ full["w"][...] + experts / 8), None
 
     def loss(params: dict, _: Any, x: jax.Array) -> tuple[jax.Array, dict]:
         stacks = {name.removeprefix("blocks.0."): params[name] for name in STACKS}

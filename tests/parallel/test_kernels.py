@@ -10,7 +10,6 @@ from zaya_jax.ops import registry
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target, current_target
 from zaya_jax.parallel import kernels as room
-from zaya_jax.parallel import placement
 from zaya_jax.parallel.kernels import validated_kernels
 
 GPU = Target("cuda", "NVIDIA H100", "sm_90")
@@ -28,8 +27,7 @@ def test_on_a_cpu_nothing_is_chosen_tried_or_said(capsys):
 
 
 def test_what_is_used_is_said_once(capsys, monkeypatch):
-    for module in (placement, room):
-        monkeypatch.setattr(module, "current_target", lambda: GPU)
+    monkeypatch.setattr(room, "current_target", lambda: GPU)
     run = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, compute_dtype="float64"))
     selection = validated_kernels(run)
     assert selection.chosen == {}
@@ -51,7 +49,7 @@ def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(room, "all_gather", all_gather)
     monkeypatch.setattr(room, "broadcast", lambda value: value)
-    monkeypatch.setattr(placement, "current_target", lambda: GPU)
+    monkeypatch.setattr(room, "current_target", lambda: GPU)
     monkeypatch.setattr(room, "validate_kernels", lambda selection, *_, **__: selection)
     selection = validated_kernels(CONFIG)
     assert rounds == [[], [other]]
@@ -63,24 +61,23 @@ def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore:The pallas kernel for residual_norm")
 @pytest.mark.parametrize("here", [True, False])
 def test_a_pinned_kernel_that_is_wrong_on_one_process_ends_all(monkeypatch, here):
-    why = "its error is 2, above the tolerance 0.001."
+    reason = "its error is 2, above the tolerance 0.001."
     sent = []
 
     def all_gather(topic, value, seconds):
         sent.append(value)
-        return [value, [] if here else [["residual_norm", "pallas", why]]]
+        return [value, [] if here else [["residual_norm", "pallas", reason]]]
 
     def validate_kernels(selection, model, dtype, **_):
         if here:
-            registry.reject(GPU, "residual_norm", "pallas", why)
+            registry.reject(GPU, "residual_norm", "pallas", reason)
             registry.select_kernels(GPU, model, dtype, None, selection.pinned)
         return selection
 
-    for module in (placement, room):
-        monkeypatch.setattr(module, "current_target", lambda: GPU)
+    monkeypatch.setattr(room, "current_target", lambda: GPU)
     monkeypatch.setattr(room, "all_gather", all_gather)
     monkeypatch.setattr(room, "broadcast", lambda value: value)
     monkeypatch.setattr(room, "validate_kernels", validate_kernels)
     with pytest.raises(InputError, match=r"ops\.residual_norm=pallas cannot be used: its error is 2"):
         validated_kernels(dataclasses.replace(CONFIG, ops=Table({"residual_norm": "pallas"})))
-    assert sent == [[["residual_norm", "pallas", why]] if here else []]
+    assert sent == [[["residual_norm", "pallas", reason]] if here else []]

@@ -24,11 +24,11 @@ def gathered():
 
     def region(part):
         def loss(part):
-            whole = _gather(part, 1, jnp.bfloat16)
-            return (whole.astype(jnp.float32) * (1.0 + jax.lax.axis_index("fsdp"))).sum(), whole
+            full = _gather(part, 1, jnp.bfloat16)
+            return (full.astype(jnp.float32) * (1.0 + jax.lax.axis_index("fsdp"))).sum(), full
 
-        gradient, whole = jax.grad(loss, has_aux=True)(part)
-        return whole[None], gradient
+        gradient, full = jax.grad(loss, has_aux=True)(part)
+        return full[None], gradient
 
     split = PartitionSpec(None, "fsdp")
     out = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=split, out_specs=(PartitionSpec("fsdp"), split),
@@ -37,10 +37,10 @@ def gathered():
 
 
 def test_every_device_sees_the_whole_in_the_compute_dtype_and_keeps_its_part_of_the_exact_sum():
-    whole, gradient = on_devices(8, "tests.parallel.test_layers:gathered")
+    full, gradient = on_devices(8, "tests.parallel.test_layers:gathered")
     matrix = np.arange(1, 41).reshape(5, 8)
-    chex.assert_type([whole, gradient], [jnp.bfloat16, jnp.float32])
-    np.testing.assert_array_equal(whole.astype(np.float32), [matrix] * 4)
+    chex.assert_type([full, gradient], [jnp.bfloat16, jnp.float32])
+    np.testing.assert_array_equal(full.astype(np.float32), [matrix] * 4)
     np.testing.assert_array_equal(gradient, np.full((5, 8), 1.0 + 2 + 3 + 4))
 
 
@@ -74,11 +74,11 @@ def gathered_sum():
     def region(values):
         def loss(adapters):
             layer = {"w": nnx.Param(Adapted(values[names[0]][0], *(x[0] for x in adapters), 0.5))}
-            whole = gather_layer(placed, dict.fromkeys(names, jnp.float32))(layer)["w"][...]
-            return (whole**2).sum() / 2, whole
+            full = gather_layer(placed, dict.fromkeys(names, jnp.float32))(layer)["w"][...]
+            return (full**2).sum() / 2, full
 
-        gradients, whole = jax.grad(loss, has_aux=True)([values[name] for name in names[1:]])
-        return whole, gradients
+        gradients, full = jax.grad(loss, has_aux=True)([values[name] for name in names[1:]])
+        return full, gradients
 
     out = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(stored,),
                                 out_specs=(PartitionSpec(), [stored[name] for name in names[1:]]),
@@ -93,10 +93,10 @@ def whole_and_adapters():
 
 def test_parts_are_gathered_before_they_are_added_up():
     """Each of the two devices has the whole loss, so that their gradients add up to twice that of one."""
-    axes, whole, a_gradient, b_gradient = on_devices(8, "tests.parallel.test_layers:gathered_sum")
+    axes, full, a_gradient, b_gradient = on_devices(8, "tests.parallel.test_layers:gathered_sum")
     assert axes == [-2, -2, -1]
     w, a, b = (x[0] for x in whole_and_adapters())
     expected = w + 0.5 * a @ b
-    assert_close(whole, expected, 1e-6)
+    assert_close(full, expected, 1e-6)
     assert_close(a_gradient[0], 2 * 0.5 * expected @ b.T, 1e-6)
     assert_close(b_gradient[0], 2 * 0.5 * a.T @ expected, 1e-6)

@@ -271,10 +271,10 @@ def moved(calls, name):
     sequences = SEQUENCES // math.prod(mesh_sizes(name)[axis] for axis in BATCH_AXES)  # of a micro-batch, on a device
     counts = Counter()
     for call in calls:
-        whole = call.bytes * (call.devices if call.kind == "reduce-scatter" else 1)
+        full_bytes = call.bytes * (call.devices if call.kind == "reduce-scatter" else 1)
         # Of a device's two pieces, one permutation carries the halos of the front ones, another of the back ones.
         units = sequences if call.kind == "collective-permute" else sequences * WIDE.data.context
-        counts[call.kind, whole / units] += 1
+        counts[call.kind, full_bytes / units] += 1
     # In a step they stand in two loops: those of the last micro-batch, and of the others.
     programs = 2 if len({call.loops for call in calls}) > 1 else 1
     return {what: count / programs for what, count in counts.items()}

@@ -132,9 +132,9 @@ def test_a_device_does_its_whole_matrices_and_no_more(results, name):
 @pytest.mark.parametrize("name", STATES)
 def test_a_device_holds_an_eighth_of_the_optimizer(results, name):
     """And the counters and the moments of the temperatures, which are too few to split; nothing is padded."""
-    held, total, whole = results[2][name]
-    assert held == [(total - whole) / 8 + whole] * 8
-    assert whole < total / 1000
+    held, total, full = results[2][name]
+    assert held == [(total - full) / 8 + full] * 8
+    assert full < total / 1000
 
 
 def test_on_gpus_kernels_see_what_a_device_has():

@@ -45,7 +45,7 @@ def over_devices(cases, names):
             order = sequence_order(config, S)
             order = np.arange(S) if order is None else order
 
-            def whole(q, k, v, segments, window=window):
+            def full_attention(q, k, v, segments, window=window):
                 return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
 
             def ring(q, k, v, segments, config=config, window=window):
@@ -58,7 +58,7 @@ def over_devices(cases, names):
                     window=window,
                 )  # fmt: skip
 
-            alone = fast_jit(differentiated(whole))(*operands)
+            alone = fast_jit(differentiated(full_attention))(*operands)
             spec = PartitionSpec(None, "context")
             mesh = make_mesh(config, jax.devices()[:context])
             for name in names:

@@ -48,7 +48,7 @@ def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
         parts = math.prod(mesh.shape[axis] for axis in place.split)
         assert math.prod(local) * parts == math.prod(shape), name
         matrix = name.startswith("blocks.") and full[1][name] in MATRIX_ROLES
-        assert place.in_layer == (matrix and parts > 1), name
+        assert place.reduced_in_layers == (matrix and bool(place.gathers)), name
         fsdp, experts = mesh.shape["fsdp"], shape[1:2] if expert else ()
         divided = [*shape[-2:], *(count // math.prod(mesh.shape[axis] for axis in place.own) for count in experts)]
         assert place.by_layer == (matrix and fsdp > 1 and any(size % fsdp == 0 for size in divided)), name

@@ -98,10 +98,10 @@ def test_the_bytes_are_those_of_the_arrays_of_a_device():
 def test_a_run_prints_the_table_of_each_layout_once():
     phases = [PhaseConfig(128, name=name, schedule=schedule, parallel=parallel) for name, schedule, parallel in (
         ("first", STEADY, None), ("same", None, None), ("split", None, ParallelConfig(fsdp=2)))]  # fmt: skip
-    config, said = dataclasses.replace(STEP, phases=tuple(phases)), []
+    config, messages = dataclasses.replace(STEP, phases=tuple(phases)), []
     for some, devices in ((config, 2), (STEP, 1)):
-        said += _layouts(Programs(some, KernelSelection(current_target()), devices))
-    heads = [said.index(text) for text in ("Layout of phases.first:", "Layout of phases.split:")]
-    assert heads == [at for at, text in enumerate(said) if not text.startswith("  ")]
-    assert "data each step" in "".join(said[: heads[1]])
-    assert "fsdp each layer" in "".join(said[heads[1] :])
+        messages += _layouts(Programs(some, KernelSelection(current_target()), devices))
+    heads = [messages.index(text) for text in ("Layout of phases.first:", "Layout of phases.split:")]
+    assert heads == [at for at, text in enumerate(messages) if not text.startswith("  ")]
+    assert "data each step" in "".join(messages[: heads[1]])
+    assert "fsdp each layer" in "".join(messages[heads[1] :])

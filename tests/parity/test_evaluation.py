@@ -156,7 +156,7 @@ HALF = "the model\ud800"
 
 
 @pytest.mark.parametrize(
-    ("kind", "good", "bad", "said"),
+    ("kind", "good", "bad", "message"),
     [
         ("loglikelihood", ("the", " row"), ("the rows\x1b", ""), r"'the rows\\x1b': its continuation has 0 tokens"),
         ("loglikelihood", ("the", " row"), ("the", "é☃" * 99), r"☃': its continuation has 495 tokens, .* 128"),
@@ -166,11 +166,11 @@ HALF = "the model\ud800"
         ("generate_until", ("the", {"max_gen_toks": 3}), ("row", {"max_gen_toks": 128}), "'row': .*128 new tokens"),
     ],
 )
-def test_a_request_that_cannot_be_answered_is_named_and_the_others_are_answered(export, kind, good, bad, said):
+def test_a_request_that_cannot_be_answered_is_named_and_the_others_are_answered(export, kind, good, bad, message):
     model = ours(export)
     answer = getattr(model, kind)
     [expected] = answer([request(kind, *good)])
-    with pytest.raises(InputError, match=f"^The task task has a request that cannot be answered, .*{said}"):
+    with pytest.raises(InputError, match=f"^The task task has a request that cannot be answered, .*{message}"):
         answer([request(kind, *bad)])
     model.failed = {}
     values = answer([request(kind, *arguments) for arguments in (bad, good, bad)])
@@ -178,7 +178,7 @@ def test_a_request_that_cannot_be_answered_is_named_and_the_others_are_answered(
     for value in (values[0], values[2]):
         assert value == "" if kind == "generate_until" else not np.isfinite(value).all()
     assert list(model.failed) == ["task"]
-    assert all(re.search(said, sentence) for sentence in model.failed["task"])
+    assert all(re.search(message, sentence) for sentence in model.failed["task"])
 
 
 def test_texts_without_tokens_and_prompts_beyond_the_positions_have_answers(export):
@@ -204,8 +204,8 @@ def test_requests_that_lose_their_beginning_are_counted_and_told_once_for_each_t
         expected.setdefault(instance.task_name, Counter()).update(requests=cut > 0, tokens=max(cut, 0))
     assert model.truncated == expected
     assert expected.keys() == {"letters", "endings", "written"}
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Warning: ")]
-    for task, line in zip(expected, said, strict=True):
+    output = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Warning: ")]
+    for task, line in zip(expected, output, strict=True):
         requests_cut, tokens = expected[task].values()
         assert f" {requests_cut} request" in line
         assert f" of the task {task} did not fit " in line
@@ -222,14 +222,14 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers(-(2**40), 2**40) | s
 @example(key="until", value=None)
 @example(key="num_beams", value=4)
 def test_a_setting_of_any_value_is_followed_or_refused_with_its_task_and_its_name(both, key, value):
-    prompt, said = None, ""
+    prompt, message = None, ""
     try:
         prompt = both[0]._prompt("written", "a", {"do_sample": True, key: value}, 0)
     except InputError as error:
-        said = str(error)
+        message = str(error)
     if prompt is None:
-        assert "The task written" in said
-        assert key in said or "new token" in said  # how many, whatever the name of the setting is
+        assert "The task written" in message
+        assert key in message or "new token" in message  # how many, whatever the name of the setting is
         return
     assert key != "x"
     if key == "until":
@@ -253,14 +253,14 @@ def test_a_task_with_such_a_request_has_no_score_and_the_others_have_theirs(fold
     letters = json.loads(output.read_text())["tasks"]["letters"]
     assert main([*asked, "all", "--peer", f"hf:{export}"]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Stopped: ")]
-    said = r"The task holes has a request that cannot be answered, 'which\tends': its continuation has 0 tokens"
-    assert said in line
+    message = r"The task holes has a request that cannot be answered, 'which\tends': its continuation has 0 tokens"
+    assert message in line
     assert f"--peer hf:{export} could not be scored. AssertionError" in line
     record = json.loads(output.read_text())
     assert record["tasks"].keys() == {"letters", "holes"}
     assert record["tasks"]["letters"] == letters
     assert record["tasks"]["holes"]["metrics"] == {}
-    assert said in record["tasks"]["holes"]["failed"][0]
+    assert message in record["tasks"]["holes"]["failed"][0]
     assert "peers" not in record
 
 
@@ -368,7 +368,7 @@ def test_a_template_without_a_generation_prompt_opens_the_assistants_turn(export
 
 
 @pytest.mark.parametrize(
-    ("template", "message", "said"),
+    ("template", "message", "sentence"),
     [
         (TEMPLATE, {"role": "user", "content": None}, "Message 1 of a task's chat is .*must have a role and a content"),
         (TEMPLATE, {"role": "user", "content": "\ud800"}, "Message 1 of a task's chat contains an unpaired surrogate"),
@@ -376,8 +376,8 @@ def test_a_template_without_a_generation_prompt_opens_the_assistants_turn(export
         ("{{ messages[0].content | upper }}", USER, "changes the message 'the model', so the model cannot continue"),
     ],
 )
-def test_messages_that_cannot_be_rendered_are_an_error(export, template, message, said):
+def test_messages_that_cannot_be_rendered_are_an_error(export, template, message, sentence):
     model = ours(export)
     model.opened = model.opened._replace(template=template)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=sentence):
         model.apply_chat_template([message], add_generation_prompt=False)

@@ -49,7 +49,7 @@ def test_the_command_prints_and_writes_scores_next_to_a_peers(folder, export, tm
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--tasks", "leters"], "'leters' is unknown to the installed lm-eval. Did you mean letters"),
         (["--tasks", "unsafe"], "unsafe executes code"),
@@ -63,7 +63,7 @@ def test_the_command_prints_and_writes_scores_next_to_a_peers(folder, export, tm
     ],
 )
 def test_a_bad_task_is_one_sentence_before_anything_is_compiled(
-    folder, export, tmp_path, arguments, said, capsys, monkeypatch
+    folder, export, tmp_path, arguments, message, capsys, monkeypatch
 ):
     write_tasks(tmp_path)
     head = (tmp_path / "letters.yaml").read_text()
@@ -78,7 +78,7 @@ def test_a_bad_task_is_one_sentence_before_anything_is_compiled(
     tasks = [] if "--task-folder" in paths else ["--task-folder", str(tmp_path)]
     assert main([str(export), *paths, *tasks]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
-    assert said in line
+    assert message in line
 
 
 def test_a_missing_package_names_the_command_that_installs_it(export, capsys, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_missing_package_names_the_command_that_installs_it(export, capsys, mo
 
 
 @pytest.mark.parametrize(
-    ("suite", "generation", "template", "said"),
+    ("suite", "generation", "template", "message"),
     [
         ("{name: written}", "num_return_sequences: 2", TEMPLATE, "The task written sets num_return_sequences"),
         ("{name: written}", "repetition_penalty: 0.0, do_sample: true", TEMPLATE,
@@ -103,7 +103,7 @@ def test_a_missing_package_names_the_command_that_installs_it(export, capsys, mo
     ],
 )  # fmt: skip
 def test_a_task_that_cannot_be_answered_is_one_sentence_before_scoring(
-    export, tmp_path, suite, generation, template, said, capsys, monkeypatch
+    export, tmp_path, suite, generation, template, message, capsys, monkeypatch
 ):
     folder, model = write_tasks(tmp_path / "tasks", items=3), tmp_path / "model"
     path = folder / "written.yaml"
@@ -117,18 +117,18 @@ def test_a_task_that_cannot_be_answered_is_one_sentence_before_scoring(
     assert main([str(model), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder), "--text",
                  str(tmp_path / "text")]) == 2  # fmt: skip
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
-    assert re.search(said, line)
+    assert re.search(message, line)
 
 
 @pytest.mark.parametrize(
-    ("text", "template", "said"),
+    ("text", "template", "message"),
     [
         ("{{question}}", "{% if messages[0].content[:2] == '1 ' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE,
          "The chat template .*cannot render the conversation: .*no"),
         ("{{question.words() if question[:2] == '1 ' else question}}", TEMPLATE, "UndefinedError: .*words"),
     ],
 )  # fmt: skip
-def test_an_error_while_requests_are_made_names_the_task(export, tmp_path, text, template, said, capsys):
+def test_an_error_while_requests_are_made_names_the_task(export, tmp_path, text, template, message, capsys):
     folder, model = write_tasks(tmp_path / "tasks", items=3), tmp_path / "model"
     path = folder / "endings.yaml"
     path.write_text(path.read_text().replace("{{question}}", text))
@@ -137,7 +137,7 @@ def test_an_error_while_requests_are_made_names_the_task(export, tmp_path, text,
     (tmp_path / "suite.yaml").write_text("tasks: [{name: endings}]\nchat_template: true")
     assert main([str(model), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
-    assert re.search(f"Error: The requests of the task endings cannot be made. {said}", line)
+    assert re.search(f"Error: The requests of the task endings cannot be made. {message}", line)
 
 
 def test_the_installed_lm_eval_has_all_tasks_of_the_shipped_suites():

@@ -61,6 +61,6 @@ def test_folders_go_round(seed, dtype, tmp_path):
     for _, report in read:
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        expected, found = (model(torch.tensor(tokens)).logits for model, _ in read)
+        expected, result = (model(torch.tensor(tokens)).logits for model, _ in read)
     # The tensors are equal to the bit; where they lie in memory decides which instructions PyTorch takes.
-    assert_close(found.float().numpy(), expected.float().numpy(), 1e-5 if dtype == "float32" else 2e-2)
+    assert_close(result.float().numpy(), expected.float().numpy(), 1e-5 if dtype == "float32" else 2e-2)

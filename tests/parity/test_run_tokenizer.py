@@ -25,6 +25,6 @@ def test_transformers_continues_a_prompt_as_we_do(tmp_path, monkeypatch):
     ids = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt")
     assert ids["input_ids"].tolist() == [[ours.eot, *ours.encode(prompt)]]
     (row,) = generate_tokens(result.model, ids["input_ids"].tolist(), 12, stop_tokens=[ours.eot])
-    found = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
-    assert [token for token in found if token != tokenizer.eos_token_id] == row.tokens
+    actual = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+    assert [token for token in actual if token != tokenizer.eos_token_id] == row.tokens
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == ours.eot

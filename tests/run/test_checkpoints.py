@@ -97,7 +97,7 @@ def test_a_checkpoint_is_named_by_its_run_by_itself_or_by_its_phase(run):
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("{run}@two", "but the finished phases of .* are: one"),
         ("{run}@onne", r"are: one\. Did you mean .*@one\?"),
@@ -108,8 +108,8 @@ def test_a_checkpoint_is_named_by_its_run_by_itself_or_by_its_phase(run):
         ("{run}/checkpoints/7", "which does not exist"),
     ],
 )
-def test_what_names_none_is_refused(run, path, said):
-    with pytest.raises(InputError, match=said):
+def test_what_names_none_is_refused(run, path, message):
+    with pytest.raises(InputError, match=message):
         checkpoint_folder(path.format(run=run))
 
 
@@ -164,7 +164,7 @@ def test_with_any_bit_changed_or_cut_anywhere_it_is_refused(tmp_path_factory, da
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "message"),
     [
         ("state/tree", None, "tree is missing"),
         ("state/tree", b"where which array IS", "tree does not match its checksum"),
@@ -173,13 +173,13 @@ def test_with_any_bit_changed_or_cut_anywhere_it_is_refused(tmp_path_factory, da
         ("digests/process_1.json", b'{"x": {"2:4": "e"}}', "process_1.json does not match its checksum"),
     ],
 )
-def test_each_file_is_looked_at(tmp_path, file, content, said):
+def test_each_file_is_looked_at(tmp_path, file, content, message):
     make(tmp_path / "1")
     if content is None:
         (tmp_path / "1" / file).unlink()
     else:
         (tmp_path / "1" / file).write_bytes(content)
-    with pytest.raises(Damaged, match=said):
+    with pytest.raises(Damaged, match=message):
         read_manifest(tmp_path / "1")
     assert try_read(tmp_path / "1") is not None  # which looks at none
 
@@ -204,6 +204,6 @@ def test_without_a_manifest_or_with_two_it_is_no_checkpoint(tmp_path):
 def test_readers_see_to_every_part_between_them_and_to_none_twice(tmp_path, readers):
     manifest = make(tmp_path / "1")
     seen = [read_digests(tmp_path / "1", manifest, reader, readers) for reader in range(readers)]
-    pairs = [(name, where) for digests in seen for name, parts in digests.items() for where in parts]
+    pairs = [(name, span) for digests in seen for name, parts in digests.items() for span in parts]
     assert sorted(pairs) == [("x", "0:2"), ("x", "2:4"), ("x", "4:6"), ("y", "")]
     assert read_digests(tmp_path / "1", manifest) == {"x": {"0:2": "a", "2:4": "c", "4:6": "d"}, "y": {"": "b"}}

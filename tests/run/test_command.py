@@ -51,12 +51,12 @@ def test_a_setting_under_which_no_step_can_be_traced_is_named(monkeypatch, setti
     assert status == ExitCode.BAD_INPUT
 
 
-@pytest.mark.parametrize(("variable", "value", "said"), [
+@pytest.mark.parametrize(("variable", "value", "message"), [
     ("JAX_ENABLE_X64", "perhaps", "Error: JAX_ENABLE_X64 is 'perhaps', with which zaya_jax does not run; unset it."),
     ("JAX_PLATFORMS", "abacus", "Error: JAX_PLATFORMS is 'abacus', but jax cannot use it."),
     ("JAX_DISABLE_JIT", "1", "Error: JAX_DISABLE_JIT is '1', with which zaya_jax does not run; unset it."),
 ])  # fmt: skip
-def test_a_variable_that_jax_refuses_is_named(variable, value, said):
+def test_a_variable_that_jax_refuses_is_named(variable, value, message):
     code = """if True:
         from zaya_jax.run.command_output import run_command
         def run():
@@ -66,7 +66,7 @@ def test_a_variable_that_jax_refuses_is_named(variable, value, said):
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
                           env={**os.environ, variable: value})  # fmt: skip
-    assert done.stderr.startswith(said), done.stderr
+    assert done.stderr.startswith(message), done.stderr
     assert done.stderr.count("\n") == 1
     assert done.returncode == ExitCode.BAD_INPUT
 
@@ -91,25 +91,25 @@ def limited(kind: int, limit: int, *command: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("kind", "limit", "said"), [
+@pytest.mark.parametrize(("kind", "limit", "message"), [
     (resource.RLIMIT_NOFILE, 6, r"Too many open files\. Raise the limit of this process \(ulimit -n\)\."),
     (resource.RLIMIT_FSIZE, 1000, r"File too large\. Raise the limit of file sizes \(ulimit -f\)\."),
 ])  # fmt: skip
-def test_a_limit_that_is_reached_is_named_with_what_to_change(tmp_path, kind, limit, said):
+def test_a_limit_that_is_reached_is_named_with_what_to_change(tmp_path, kind, limit, message):
     texts = [path.read_text() for path in write_corpus(tmp_path / "corpus").iterdir()]
     train_tokenizer(texts, 300).save(tmp_path / "tokenizer.json")
     last = limited(kind, limit, "zaya_jax.data", "prepare", "--input", str(tmp_path / "corpus"), "--suffixes", ".txt",
                    "--tokenizer", str(tmp_path / "tokenizer.json"), "--output", str(tmp_path / "out"),
                    "--workers", "1")  # fmt: skip
-    assert re.fullmatch(rf"Stopped: (\S+: )?{said}", last), last
+    assert re.fullmatch(rf"Stopped: (\S+: )?{message}", last), last
 
 
-@pytest.mark.parametrize(("limit", "spare", "action", "said"), [
+@pytest.mark.parametrize(("limit", "spare", "action", "message"), [
     ("RLIMIT_AS", 2**25, "import jax", r"\S+: failed to map segment from shared object\. .*\(ulimit -v, a cgroup\).*"),
     ("RLIMIT_AS", 2**25, "bytearray(2**30)", r"Cannot allocate memory\. .*\(ulimit -v, a cgroup\).*"),
     ("RLIMIT_NOFILE", 2, "asyncio.run(asyncio.sleep(0))", r"Too many open files\. .*\(ulimit -n\)\."),
 ])  # fmt: skip
-def test_a_library_that_reaches_a_limit_ends_a_command_with_one_line(limit, spare, action, said):
+def test_a_library_that_reaches_a_limit_ends_a_command_with_one_line(limit, spare, action, message):
     code = f"""if True:
         import asyncio, os, resource, numpy
         from zaya_jax.run.command_output import prepare_streams, run_command
@@ -122,7 +122,7 @@ def test_a_library_that_reaches_a_limit_ends_a_command_with_one_line(limit, spar
         raise SystemExit(run_command(run))
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert re.fullmatch(f"Stopped: {said}\n", done.stderr), done.stderr
+    assert re.fullmatch(f"Stopped: {message}\n", done.stderr), done.stderr
     assert done.returncode == ExitCode.STOPPED
 
 

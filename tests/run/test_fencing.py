@@ -78,9 +78,9 @@ def test_whatever_is_damaged_of_it_makes_no_other_one(tmp_path_factory, data):
 def test_a_file_that_is_there_and_cannot_be_read_is_named_once(tmp_path, capsys, harm):
     harm(tmp_path / "GENERATION")
     assert read_token(tmp_path) is None
-    said = capsys.readouterr().err
-    assert said.startswith(f"Warning: {tmp_path / 'GENERATION'} ")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith(f"Warning: {tmp_path / 'GENERATION'} ")
+    assert output.count("\n") == 1
     assert read_token(tmp_path) is None
     assert capsys.readouterr().err == ""
 
@@ -96,9 +96,9 @@ def test_a_run_goes_on_where_its_file_is_damaged_or_gone(tmp_path):
     check(tmp_path, 4)
 
 
-def stale_pair(folder, said):
+def stale_pair(folder, messages):
     """A store that was given up for dead after checkpoint 1, and one that has gone on and saved 2 since."""
-    stale, newer = open_store(folder, said, keep=1), open_store(folder, keep=5)
+    stale, newer = open_store(folder, messages, keep=1), open_store(folder, keep=5)
     stale.save(1, make_state(1), ABOUT)
     assert stale.wait()
     newer.save(2, make_state(2), ABOUT)
@@ -107,8 +107,8 @@ def stale_pair(folder, said):
 
 
 def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
-    said = []
-    stale, newer = stale_pair(tmp_path, said)
+    messages = []
+    stale, newer = stale_pair(tmp_path, messages)
     work = tmp_path / "3.g2.orbax-checkpoint-tmp"  # as of a save of the newer one that is under way
     work.mkdir()
     with stale, newer:
@@ -119,12 +119,12 @@ def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
         work.rmdir()
         newer.save(3, make_state(3), ABOUT)
     assert saved_steps(tmp_path) == [1, 2, 3]
-    assert said == []
+    assert messages == []
 
 
 def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
-    said, digests = [], orbax_save.digests
-    with open_store(tmp_path, said) as stale:
+    messages, digests = [], orbax_save.digests
+    with open_store(tmp_path, messages) as stale:
         stale.save(1, make_state(1), ABOUT)
         assert stale.wait()
         with monkeypatch.context() as patch:
@@ -132,7 +132,7 @@ def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
             stale.save(2, make_state(2), ABOUT)
             with pytest.raises(Superseded, match=SUPERSEDED):
                 stale.wait()
-    assert said == []
+    assert messages == []
     assert saved_steps(tmp_path) == [1]
 
 
@@ -146,8 +146,8 @@ def test_on_a_full_disk_it_removes_nothing_of_others_either(tmp_path, monkeypatc
 
 
 def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
-    said = []
-    stale, newer = stale_pair(tmp_path, said)
+    messages = []
+    stale, newer = stale_pair(tmp_path, messages)
     with stale, monkeypatch.context() as patch:
         patch.setattr(Fence, "check", lambda _: "")  # it looked a moment before the newer one began
         stale.save(3, make_state(9), ABOUT)
@@ -159,8 +159,8 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
     check(tmp_path, 3)
     quarantine(tmp_path, 3, "corrupt")
     next(tmp_path.glob("3.stale-*")).rename(tmp_path / "3")
-    assert newest(tmp_path, said)[0] == 2
-    assert "was saved by superseded processes" in said[-1]
+    assert newest(tmp_path, messages)[0] == 2
+    assert "was saved by superseded processes" in messages[-1]
 
 
 def test_a_token_of_an_earlier_version_says_nothing_of_who_took_it(tmp_path):
@@ -179,10 +179,10 @@ def test_a_superseded_process_says_who_replaced_it(tmp_path, monkeypatch):
     (tmp_path / FENCE).unlink()
     monkeypatch.setattr(fencing, "_TAKER", {"host": "n03", "pid": 17, "started": "2026-01-02T03:04:05Z"})
     Fence(tmp_path).take({})
-    said = "token is now 1, this process has 1. Process 17 on n03, started at 2026-01-02T03:04:05Z, took it."
-    with pytest.raises(Superseded, match=re.escape(said)):
+    message = "token is now 1, this process has 1. Process 17 on n03, started at 2026-01-02T03:04:05Z, took it."
+    with pytest.raises(Superseded, match=re.escape(message)):
         held.check()
-    with pytest.raises(Superseded, match=re.escape(said)):
+    with pytest.raises(Superseded, match=re.escape(message)):
         held.take({})
 
 
@@ -210,10 +210,10 @@ def test_a_process_that_computes_for_hours_ends_at_once_and_with_its_own_status(
                           text=True, cwd=ROOT) as process:  # fmt: skip
         process.stdout.readline()
         Fence(tmp_path).take({})
-        said = process.communicate(timeout=60)[1]
+        output = process.communicate(timeout=60)[1]
     assert process.returncode == ExitCode.SUPERSEDED
-    assert said.startswith(f"Stopped: Other processes have resumed this run: {SUPERSEDED}. Process {os.getpid()} on ")
-    assert said.count("\n") == 1
+    assert output.startswith(f"Stopped: Other processes have resumed this run: {SUPERSEDED}. Process {os.getpid()} on ")
+    assert output.count("\n") == 1
     assert not (tmp_path / "written").exists()
 
 

@@ -65,16 +65,16 @@ def test_bytes_of_a_path_that_are_no_text_become_escapes_which_json_reads(tmp_pa
     assert read_json(tmp_path / "a.json") == path
 
 
-@pytest.mark.parametrize(("make", "said"), [
+@pytest.mark.parametrize(("make", "message"), [
     (Path.mkdir, "cannot be read: Is a directory."),
     (lambda path: path.write_bytes(b"ab\xff"), "cannot be read: the byte at offset 2 is not UTF-8."),
     (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links."),
 ])  # fmt: skip
-def test_a_text_that_cannot_be_read_is_named_with_its_flag_and_the_reason(tmp_path, make, said):
+def test_a_text_that_cannot_be_read_is_named_with_its_flag_and_the_reason(tmp_path, make, message):
     make(tmp_path / "text")
     with pytest.raises(InputError) as refused:
         read_text(str(tmp_path / "text"), "--file")
-    assert str(refused.value) == f"--file {tmp_path / 'text'} {said}"
+    assert str(refused.value) == f"--file {tmp_path / 'text'} {message}"
 
 
 def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):

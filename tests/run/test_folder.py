@@ -80,12 +80,12 @@ def test_a_refused_run_leaves_no_new_folder_and_every_other_as_it_was(tmp_path):
     assert (folder / "config.yaml").exists()
 
 
-def leaves(tree, where=""):
+def leaves(tree, prefix=""):
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from leaves(value, f"{where}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{where}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def other(value):
@@ -105,7 +105,7 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def begun(config):
+def claimed_run(config):
     """The folder of a run that has done something."""
     with claimed(config) as folder:
         (folder / METRICS).write_text('{"step": 1}\n')
@@ -122,43 +122,43 @@ def refused(config, folder, match):
     return str(caught.value)
 
 
-def test_the_same_configuration_gets_its_folder_again(config, begun):
-    assert (begun / CONFIG).read_text() == to_yaml(config)
-    before = snapshot(begun)
+def test_the_same_configuration_gets_its_folder_again(config, claimed_run):
+    assert (claimed_run / CONFIG).read_text() == to_yaml(config)
+    before = snapshot(claimed_run)
     with claimed(config) as folder:
-        assert folder == begun
-    assert snapshot(begun) == before
+        assert folder == claimed_run
+    assert snapshot(claimed_run) == before
 
 
-def test_a_configuration_of_a_shared_run_is_read_in_bounded_time_and_memory(config, begun):
+def test_a_configuration_of_a_shared_run_is_read_in_bounded_time_and_memory(config, claimed_run):
     """Others may write it; a long one may have many rows to skip, but aliases multiply nothing."""
     rows = tuple((2 * row, 2 * row + 1) for row in range(8000))
     text = to_yaml(change(config, {"data.skip_rows": rows}))
-    (begun / CONFIG).write_text(text)
-    assert len(read_config(begun)["data"]["skip_rows"]) == 8000
+    (claimed_run / CONFIG).write_text(text)
+    assert len(read_config(claimed_run)["data"]["skip_rows"]) == 8000
     aliases = "".join(f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 9)}]\n" for level in range(1, 6))
     for hostile in (f"{text}x0: &x0 [1, 2]\n{aliases}", f"{text}#{' ' * 2**20}"):
-        (begun / CONFIG).write_text(hostile)
+        (claimed_run / CONFIG).write_text(hostile)
         with pytest.raises(InputError, match=r"config\.yaml cannot be read"):
-            read_config(begun)
+            read_config(claimed_run)
 
 
-def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun, tmp_path):
+def test_any_other_configuration_is_refused_and_free_keys_are_not(config, claimed_run, tmp_path):
     keys = {key: tuple(value) if isinstance(value, list) else value for key, value in leaves(to_dict(config))}
     assert keys.keys() > FREE
     with claimed(change(config, {key: other(keys[key]) for key in FREE - {"run_dir"}})) as folder:
-        assert folder == begun
+        assert folder == claimed_run
     tree = run_tree(tmp_path)
     tree["phases"][0]["name"] = "train"
-    (begun / CONFIG).write_text(yaml.safe_dump(tree))  # the same, and sooner read
+    (claimed_run / CONFIG).write_text(yaml.safe_dump(tree))  # the same, and sooner read
     for key in keys.keys() - FREE - {"phases"}:  # what may change in phases depends on how far the run is
         old, new = (list(v) if isinstance(v, tuple) else v for v in (keys[key], other(keys[key])))
-        message = refused(change(config, {key: other(keys[key])}), begun,
+        message = refused(change(config, {key: other(keys[key])}), claimed_run,
                           rf"contains a run with a different configuration: {key} was ")  # fmt: skip
         assert f"was {shown(old)} and is now {shown(new)}." in message
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"lora": LoraConfig(4, 8), "init_from": "runs/base", "seed": 7},
      r"seed was 0 and is now 7\. init_from and lora also differ\. Restore .*, or choose another run_dir: with "
      r"init_from=.*/run it starts from that run's weights\.$"),
@@ -166,27 +166,27 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun,
     ({"data.sources": Table({"web": SourceConfig("data/web")})}, r"data\.sources was absent and is now set\. "),
     ({"model.num_layers": 1}, r" Restore the old value to resume that run, or choose another run_dir\.$"),
 ])  # fmt: skip
-def test_the_section_that_differs_is_named_with_what_can_be_done(config, begun, changes, said):
-    refused(change(config, changes), begun, said)
+def test_the_section_that_differs_is_named_with_what_can_be_done(config, claimed_run, changes, message):
+    refused(change(config, changes), claimed_run, message)
 
 
-def test_changes_are_recorded_once_with_their_step(config, begun):
+def test_changes_are_recorded_once_with_their_step(config, claimed_run):
     (phase,) = config.phases
     changed = change(config, {"train.spike.threshold": 20.0, "train.log_every": 7})
     changed = dataclasses.replace(changed, phases=(dataclasses.replace(phase, tokens=2048),))
-    record_changes(begun, config, 3)
-    assert not (begun / CHANGES).exists()
+    record_changes(claimed_run, config, 3)
+    assert not (claimed_run / CHANGES).exists()
     for _ in range(2):
-        record_changes(begun, changed, 5)
-        (line,) = (begun / CHANGES).read_text().splitlines()
+        record_changes(claimed_run, changed, 5)
+        (line,) = (claimed_run / CHANGES).read_text().splitlines()
         assert json.loads(line) == {
             "step": 5, "changes": {"phases.train.tokens": [1536, 2048], "train.spike.threshold": [10.0, 20.0]}
         }  # fmt: skip
-        assert load_config(begun / CONFIG) == changed
-        (begun / CONFIG).write_text(to_yaml(config))  # as where a process is killed in between
+        assert load_config(claimed_run / CONFIG) == changed
+        (claimed_run / CONFIG).write_text(to_yaml(config))  # as where a process is killed in between
 
 
-def test_a_run_of_a_version_with_fewer_keys_resumes(config, begun):
+def test_a_run_of_a_version_with_fewer_keys_resumes(config, claimed_run):
     """Version 0.1.0 had neither these keys nor the new names; their defaults do what it did."""
     tree = to_dict(config)
     for section, *names in (("model", "convolutions", "query_key_mean", "value_shift", "router_layers",
@@ -196,34 +196,34 @@ def test_a_run_of_a_version_with_fewer_keys_resumes(config, begun):
     for name in ("lora", "resume_from", "measurements", "profile"):
         tree.pop(name)
     tree["train"]["batch"]["micro"] = tree["train"]["batch"].pop("micro_batch")
-    (begun / CONFIG).write_text(yaml.safe_dump(tree))
+    (claimed_run / CONFIG).write_text(yaml.safe_dump(tree))
     with claimed(config):
-        record_changes(begun, config, 3)
-    assert not (begun / CHANGES).exists()
-    refused(change(config, {"model.value_shift": False}), begun, "model.value_shift was true and is now false")
+        record_changes(claimed_run, config, 3)
+    assert not (claimed_run / CHANGES).exists()
+    refused(change(config, {"model.value_shift": False}), claimed_run, "model.value_shift was true and is now false")
 
 
-def test_missing_keys_of_a_run_with_a_refused_value_have_defaults(begun, config):
+def test_missing_keys_of_a_run_with_a_refused_value_have_defaults(claimed_run, config):
     tree = to_dict(config)
     del tree["resume_from"], tree["data"]["skip_rows"]
     tree["checkpoint"]["every"] = -1
-    (begun / CONFIG).write_text(yaml.safe_dump(tree))
+    (claimed_run / CONFIG).write_text(yaml.safe_dump(tree))
     with claimed(config):
         pass
 
 
-def test_rows_to_skip_are_recorded_and_their_key_may_be_missing(config, begun):
+def test_rows_to_skip_are_recorded_and_their_key_may_be_missing(config, claimed_run):
     tree = to_dict(config)
     tree["data"].pop("skip_rows")
-    (begun / CONFIG).write_text(yaml.safe_dump(tree))  # as an earlier version does
+    (claimed_run / CONFIG).write_text(yaml.safe_dump(tree))  # as an earlier version does
     with claimed(config):
-        record_changes(begun, config, 3)
-    assert not (begun / CHANGES).exists()
+        record_changes(claimed_run, config, 3)
+    assert not (claimed_run / CHANGES).exists()
     changed = change(config, {"data.skip_rows": ((7, 9),)})
     with claimed(changed):
-        record_changes(begun, changed, 5)
-    assert json.loads((begun / CHANGES).read_text()) == {"step": 5, "changes": {"data.skip_rows": [[], [[7, 9]]]}}
-    assert load_config(begun / CONFIG) == changed
+        record_changes(claimed_run, changed, 5)
+    assert json.loads((claimed_run / CHANGES).read_text()) == {"step": 5, "changes": {"data.skip_rows": [[], [[7, 9]]]}}
+    assert load_config(claimed_run / CONFIG) == changed
 
 
 @pytest.mark.parametrize(
@@ -264,12 +264,12 @@ def test_sources_and_the_folder_can_be_moved(config, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["model.qk_gain", "train.warp"])
-def test_a_key_that_no_longer_exists_is_named(config, begun, key):
+def test_a_key_that_no_longer_exists_is_named(config, claimed_run, key):
     section, _, name = key.partition(".")
     tree = to_dict(config)
     tree[section][name] = 7
-    (begun / CONFIG).write_text(yaml.safe_dump(tree))
-    refused(config, begun, rf"{key} was 7 and is now absent")
+    (claimed_run / CONFIG).write_text(yaml.safe_dump(tree))
+    refused(config, claimed_run, rf"{key} was 7 and is now absent")
 
 
 @pytest.mark.parametrize(
@@ -277,23 +277,23 @@ def test_a_key_that_no_longer_exists_is_named(config, begun, key):
     [b"", b"a list", b"- 1", b"a: [", b"\xff\xfe\xff", b"model: {vocab_size", b"[" * 60, b"phases: [{}]"],
     ids=lambda c: c[:20].decode("latin1"),
 )
-def test_a_configuration_that_cannot_be_read_is_refused(config, begun, content):
-    (begun / CONFIG).write_bytes(content)
+def test_a_configuration_that_cannot_be_read_is_refused(config, claimed_run, content):
+    (claimed_run / CONFIG).write_bytes(content)
     refused(
         config,
-        begun,
+        claimed_run,
         r"cannot be identified|contains a run with a different configuration",
     )
 
 
 @pytest.mark.parametrize("name", [METRICS, CHECKPOINTS])
-def test_a_run_without_a_configuration_is_refused(config, begun, name):
-    (begun / CONFIG).unlink()
+def test_a_run_without_a_configuration_is_refused(config, claimed_run, name):
+    (claimed_run / CONFIG).unlink()
     if name == METRICS:
-        shutil.rmtree(begun / CHECKPOINTS)
+        shutil.rmtree(claimed_run / CHECKPOINTS)
     else:
-        (begun / METRICS).unlink()
-    refused(config, begun, f"contains {name} but no {CONFIG}")
+        (claimed_run / METRICS).unlink()
+    refused(config, claimed_run, f"contains {name} but no {CONFIG}")
 
 
 @given(saved=st.booleans(), token=st.booleans(), rows=st.booleans(), ended=st.booleans())
@@ -313,8 +313,8 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_one_that_never_had_any_
     if not saved and (ended or (rows and not token)):
         rest = f"{METRICS} has 1 step, and the run's {FENCE} is missing there"
         evidence = f"{PHASES} names that of step 1" if ended else rest
-        said = refused(config, parent, evidence)
-        assert said.startswith(f"{folder / CHECKPOINTS} has no checkpoint, but {evidence}")
+        message = refused(config, parent, evidence)
+        assert message.startswith(f"{folder / CHECKPOINTS} has no checkpoint, but {evidence}")
     else:
         with claimed(config):
             pass
@@ -375,6 +375,6 @@ def test_mount_options_that_make_locks_local_are_named(tmp_path, options, named)
     mounts.write_text(f"22 1 0:99999 / / rw - ext4 /dev/x rw,nolock\n23 22 {os.major(device)}:{os.minor(device)} / "
                       f"/a\\040b rw,noatime shared:1 master:2 - nfs4 server:/x {options}\n")  # fmt: skip
     with lock_folder(tmp_path):
-        why = why_unlocked(tmp_path, mounts)
-    assert why == (f"file locks hold on one node only (mount option {named})" if named else "")
+        reason = why_unlocked(tmp_path, mounts)
+    assert reason == (f"file locks hold on one node only (mount option {named})" if named else "")
     assert why_unlocked(tmp_path, tmp_path / "none") == "file locks do not work"  # nobody holds this one

@@ -57,12 +57,12 @@ def test_each_step_has_one_row_whatever_was_torn_off_after_the_checkpoint(killed
         path = Path(folder) / "metrics.jsonl"
         for start, end, torn in killed:
             run(path, start, end)
-            whole = path.read_bytes()
+            content = path.read_bytes()
             # Rows up to the next start were synced with its checkpoint; anything behind them can be torn.
-            lines = whole.splitlines(keepends=True)
+            lines = content.splitlines(keepends=True)
             after = killed[killed.index((start, end, torn)) + 1][0] if (start, end, torn) != killed[-1] else end
             safe = sum(map(len, lines[:after]))
-            path.write_bytes(whole[: max(safe, len(whole) - torn)])
+            path.write_bytes(content[: max(safe, len(content) - torn)])
         assert [logged_row["step"] for logged_row in read_rows(path)] == list(range(1, killed[-1][1] + 1))
         assert path.read_bytes() == b"".join((json.dumps(row(s)) + "\n").encode() for s in range(1, killed[-1][1] + 1))
 
@@ -77,10 +77,10 @@ def test_whole_rows_are_read_before_any_damage(cut, rest):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
         run(path, 0, 6)
-        whole = path.read_bytes()[:cut]
-        path.write_bytes(whole + rest)
+        content = path.read_bytes()[:cut]
+        path.write_bytes(content + rest)
         steps = [logged_row["step"] for logged_row in read_rows(path)]
-        complete = whole.count(b"\n")
+        complete = content.count(b"\n")
         assert steps[:complete] == list(range(1, complete + 1))
         assert None not in steps
         assert len(steps) <= complete + 1  # the last may lack no more than its newline
@@ -128,22 +128,22 @@ class Disk:
 @given(calls=st.lists(st.sampled_from([None, None, 1, 30, 1000]), max_size=30), syncs=st.sets(st.integers(1, 6)))
 def test_a_row_that_cannot_be_written_is_written_later(calls, syncs):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        path, said, disk = Path(folder) / "metrics.jsonl", [], Disk(calls)
+        path, messages, disk = Path(folder) / "metrics.jsonl", [], Disk(calls)
         patch.setattr(module, "os", disk)
-        whole = b""
-        with opened(path, 0, said.append) as file:
+        content = b""
+        with opened(path, 0, messages.append) as file:
             for step in range(1, 7):
                 file.append(row(step))
-                whole += (json.dumps(row(step)) + "\n").encode()
-                assert whole.startswith(path.read_bytes())
+                content += (json.dumps(row(step)) + "\n").encode()
+                assert content.startswith(path.read_bytes())
                 if step in syncs:
                     problem = file.sync()
-                    assert problem or path.read_bytes() == whole
+                    assert problem or path.read_bytes() == content
                     assert not problem or "metrics.jsonl cannot be written: No space left on device." in problem
             disk.calls = []
-        assert path.read_bytes() == whole
-        assert len(said) == 2 * sum("Training continues" in sentence for sentence in said)  # each failure ends
-        assert all("no row is missing" in sentence for sentence in said[1::2])
+        assert path.read_bytes() == content
+        assert len(messages) == 2 * sum("Training continues" in sentence for sentence in messages)  # each failure ends
+        assert all("no row is missing" in sentence for sentence in messages[1::2])
 
 
 def test_rows_that_a_run_drops_are_counted(tmp_path):

@@ -84,9 +84,9 @@ def test_help_and_errors_of_a_verb_have_its_name_as_it_was_typed(typed_as, words
     for flag in ("--help", "--bogus"):
         with pytest.raises(SystemExit):
             _parser("zaya_jax.machine").parse_args([*words, flag])
-    said = "".join(capsys.readouterr())
-    assert said.count(f"usage: {name} [-h]") == 2
-    assert f"\n{name}: error: unrecognized arguments: --bogus" in said
+    output = "".join(capsys.readouterr())
+    assert output.count(f"usage: {name} [-h]") == 2
+    assert f"\n{name}: error: unrecognized arguments: --bogus" in output
 
 
 @pytest.mark.parametrize(("module", "words", "flag"), [

@@ -55,12 +55,12 @@ def test_long_work_says_now_and_then_how_far_it_is_and_the_time_left_at_the_rate
 
 def test_what_other_processes_count_is_followed_to_the_end(capsys):
     counted = 0
-    begun = threading.active_count()
+    start = threading.active_count()
     with WorkProgress("preparing", 3_000_000, log="data") as work, work.follow(lambda: counted):
-        assert threading.active_count() > begun
+        assert threading.active_count() > start
         counted = 3_000_000
     assert float(DONE.fullmatch(capsys.readouterr().err)[1]) == 3.0
-    assert threading.active_count() == begun
+    assert threading.active_count() == start
 
 
 @contextlib.contextmanager

@@ -72,15 +72,15 @@ class History:
 
     def restart(self, _):
         self.store.__exit__(None)
-        whole = set(saved_steps(self.folder)) - self.damaged
+        intact = set(saved_steps(self.folder)) - self.damaged
         self.store = open_store(self.folder, **self.config)
-        if not whole:
+        if not intact:
             with pytest.raises(RunStopped):
                 restored(self.store, abstract_state(3))
             self.store.__exit__(None)
             raise StopIteration
         self.step, state = restored(self.store, abstract_state(3))
-        assert self.step == max(whole)
+        assert self.step == max(intact)
         assert not differing(state, make_state(self.step))
         self.verified.add(self.step)
         self.store.take_over(self.step)

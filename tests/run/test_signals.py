@@ -74,11 +74,11 @@ def test_a_process_that_imports_ends_at_once_with_a_sentence_and_an_exit_record(
     run = start(write_run(tmp_path))
     time.sleep(0.3)
     os.killpg(run.pid, number)
-    said = run.communicate(timeout=60)[0]
+    output = run.communicate(timeout=60)[0]
     assert run.returncode == 128 + number
-    assert said.startswith(f"Stopped by {NAMES[number]}.")
-    assert said.count("\n") == 1
-    assert "newest checkpoint" not in said
+    assert output.startswith(f"Stopped by {NAMES[number]}.")
+    assert output.count("\n") == 1
+    assert "newest checkpoint" not in output
     assert read_progress(record).exit_record.status == run.returncode
     os.close(record)
 
@@ -132,9 +132,9 @@ def test_at_any_moment_one_or_two_signals_end_a_run_and_the_next_start_resumes(t
     path, rng = write_run(tmp_path), random.Random(workers)
     settings = ['phases=[{"tokens": 38400, "schedule": {"warmup_tokens": 256}}]', "checkpoint.every=50",
                 "evaluation.every=70", f"data.workers={workers}"]  # fmt: skip
-    whole = start(path, *settings, f"run_dir={tmp_path / 'whole'}")
+    uninterrupted = start(path, *settings, f"run_dir={tmp_path / 'whole'}")
     began = time.monotonic()
-    assert "Run folder" in whole.communicate()[0]
+    assert "Run folder" in uninterrupted.communicate()[0]
     length = time.monotonic() - began
     for _ in range(12):
         run = start(path, *settings)
@@ -144,11 +144,11 @@ def test_at_any_moment_one_or_two_signals_end_a_run_and_the_next_start_resumes(t
             if run.poll() is None:
                 os.killpg(run.pid, number)
             time.sleep(0.05)
-        said = run.communicate(timeout=60)[0]
-        assert run.returncode in (128 + number, 0), said
-        assert "Traceback" not in said
-        assert "leaked" not in said
-        assert "Error" not in said
+        output = run.communicate(timeout=60)[0]
+        assert run.returncode in (128 + number, 0), output
+        assert "Traceback" not in output
+        assert "leaked" not in output
+        assert "Error" not in output
     assert "Run folder" in start(path, *settings).communicate()[0]
     assert (tmp_path / "run" / METRICS).read_bytes() == (tmp_path / "whole" / METRICS).read_bytes()
 
@@ -167,11 +167,11 @@ def test_a_killed_data_worker_ends_a_run_with_a_sentence_and_a_checkpoint(tmp_pa
     workers = [int(line.split()[0]) for line in listed.stdout.splitlines() if "spawn_main" in line]
     assert len(workers) == 2
     os.kill(workers[0], signal.SIGKILL)
-    said = run.communicate(timeout=60)[0]
+    output = run.communicate(timeout=60)[0]
     assert run.returncode == 1
-    assert "Traceback" not in said
-    assert "leaked" not in said
-    last = said.splitlines()[-1]
+    assert "Traceback" not in output
+    assert "leaked" not in output
+    last = output.splitlines()[-1]
     assert last.startswith("Stopped: A data worker process was killed (signal 9), probably because memory ran out.")
     assert "data.workers (now 2;" in last
     (step,) = saved_steps(tmp_path / "run" / "checkpoints")

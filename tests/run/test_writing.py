@@ -106,20 +106,22 @@ def test_a_refusal_says_what_is_there_who_owns_it_and_what_to_do(tmp_path, plant
     path = tmp_path / "name"
     PLANTED[planted](path, tmp_path)
     os.chown(path, OTHER, OTHER, follow_symlinks=False)
-    said = []
+    messages = []
     try:
         if action == "rows" and planted != "folder":
-            JsonlFile(path, 0, 0, DiskGuard(said.append)).close()
+            JsonlFile(path, 0, 0, DiskGuard(messages.append)).close()
         else:
             ACTIONS[action](path)
     except (OSError, ValueError) as error:
-        said.append(str(error))
+        messages.append(str(error))
     if action == "rows" and planted == "pipe":
-        assert "it is a pipe or a device" in said[0]
+        assert "it is a pipe or a device" in messages[0]
     elif action == "rows" and planted == "folder":
-        assert "Is a directory" in said[0]
+        assert "Is a directory" in messages[0]
     else:
-        assert re.search(rf"{path} belongs to user {OTHER} \(\S{{10}}, .* must be a .* of yours.* Remove it", said[0])
+        assert re.search(
+            rf"{path} belongs to user {OTHER} \(\S{{10}}, .* must be a .* of yours.* Remove it", messages[0]
+        )
     assert (tmp_path / "thesis" / "1").read_text() == "all of it"
 
 

@@ -71,14 +71,15 @@ class Job:
             for more in own
         ]  # fmt: skip
 
-    def end(
-        self, processes: list[subprocess.Popen[str]], allowed: set[int], fault: str, seconds: float = 120
-    ) -> list[int]:
+    def end(self, processes: list[subprocess.Popen[str]], allowed: set[int], fault: str) -> list[int]:
         """Wait for all processes; check what they said and how they ended."""
+        seconds = (
+            PRESETS["cpu"].join_seconds + 60
+        )  # as long as a process waits for one that was killed before it joined
         late = threading.Timer(seconds, lambda: [process.kill() for process in processes])
         late.start()
         texts = [process.communicate()[0] for process in processes]
-        assert late.is_alive(), f"{fault}: not ended after {seconds:g} s:\n" + "\n---\n".join(texts)
+        assert late.is_alive(), f"{fault}: not ended after {seconds} s:\n" + "\n---\n".join(texts)
         late.cancel()
         self.said += texts
         for text in texts:
@@ -91,10 +92,10 @@ class Job:
         return statuses
 
     def finish(self) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         processes = self.start()
         while not self.startup and processes[0].poll() is None:
-            self.startup = time.monotonic() - begun if self.rows() else 0.0
+            self.startup = time.monotonic() - started if self.rows() else 0.0
             time.sleep(0.01)
         self.end(processes, {0}, "undisturbed")
 
@@ -104,9 +105,9 @@ class Job:
 
     def wait(self, moment: float, target: int, processes: list[subprocess.Popen[str]], rng: random.Random) -> None:
         """Wait for `target` rows, or, where it is 0, for a moment of the start-up in seconds."""
-        begun = time.monotonic()
+        started = time.monotonic()
         while all(process.poll() is None for process in processes):
-            if (target and self.rows() >= target) or (not target and time.monotonic() - begun >= moment):
+            if (target and self.rows() >= target) or (not target and time.monotonic() - started >= moment):
                 break
             time.sleep(0.001)
         time.sleep(rng.random() * 0.02 if target else 0.0)
@@ -223,8 +224,7 @@ def test_twenty_faults_of_two_processes_lose_nothing(tmp_path):
     quiet.finish()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        joining = PRESETS["cpu"].join_seconds  # process 1 waits for process 0
-        statuses = disturbed.end(disturbed.start(port), {1, 2}, "port in use", joining + 120)
+        statuses = disturbed.end(disturbed.start(port), {1, 2}, "port in use")
         print(f"port in use: {statuses}", flush=True)
         assert str(port) in disturbed.said[-2]
     met = disturb(quiet, disturbed, TOGETHER, 16, random.Random())

@@ -58,10 +58,10 @@ def test_what_is_pasted_in_order_works_twice(clone: Path):
     for page in PAGES:
         for language, block in scripts(page):
             for turn in ("first", "second"):
-                begun = time.monotonic()
+                start = time.monotonic()
                 command = [sys.executable, "-c", block] if language == "python" else ["bash", "-c", SHELL + block]
                 done = subprocess.run(command, cwd=clone, env=environment, text=True, capture_output=True, check=False)
-                print(f"{page}, {turn} time, {time.monotonic() - begun:.0f} s: {block.splitlines()[0]}", flush=True)
+                print(f"{page}, {turn} time, {time.monotonic() - start:.0f} s: {block.splitlines()[0]}", flush=True)
                 if done.returncode or "Traceback" in done.stderr:
                     failed.append(f"{page}, {turn} time:\n{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
                     print(failed[-1], flush=True)

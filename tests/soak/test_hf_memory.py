@@ -78,13 +78,13 @@ def run(*arguments, size="2GB", limit=290):
 
 @pytest.mark.soak
 def test_two_gigabytes_both_ways_take_a_tensor_and_a_gibibyte(tmp_path):
-    found = {"write": run("draw", "", tmp_path / "first", "hf")}
-    found["legacy"] = run("copy", tmp_path / "first", tmp_path / "second", "legacy")
+    result = {"write": run("draw", "", tmp_path / "first", "hf")}
+    result["legacy"] = run("copy", tmp_path / "first", tmp_path / "second", "legacy")
     assert open_folder(tmp_path / "second").legacy
-    found["hf"] = run("copy", tmp_path / "second", tmp_path / "third", "hf")
+    result["hf"] = run("copy", tmp_path / "second", tmp_path / "third", "hf")
     shutil.rmtree(tmp_path / "second")
-    found["to a run"] = run("import-hf", tmp_path / "first", tmp_path / "run", "hf")
-    found["of a run"] = run("export-hf", tmp_path / "run", tmp_path / "fourth", "hf")
+    result["to a run"] = run("import-hf", tmp_path / "first", tmp_path / "run", "hf")
+    result["of a run"] = run("export-hf", tmp_path / "run", tmp_path / "fourth", "hf")
     first, third, fourth = (open_folder(tmp_path / name) for name in ("first", "third", "fourth"))
     assert sum(path.stat().st_size for path in (tmp_path / "first").glob("*.safetensors")) > 2e9
     assert len(list((tmp_path / "first").glob("*.safetensors"))) > 3
@@ -93,8 +93,8 @@ def test_two_gigabytes_both_ways_take_a_tensor_and_a_gibibyte(tmp_path):
         for name, one in first.stored.items():
             assert np.array_equal(one.open().view(np.uint8), other.stored[name].open().view(np.uint8)), name
     largest = max(one.bytes for one in first.stored.values())
-    print(json.dumps({"largest tensor": largest, **found}))
-    for peaks in found.values():
+    print(json.dumps({"largest tensor": largest, **result}))
+    for peaks in result.values():
         for what, peak in peaks.items():
             assert what == "model" or peak <= largest + 2**30, (what, peak)
 
@@ -106,10 +106,10 @@ def test_a_folder_of_the_released_size_is_imported(tmp_path):
     run("draw", "", tmp_path / "folder", "hf", size="8B", limit=3600)
     files = list((tmp_path / "folder").glob("*.safetensors"))
     start = time.perf_counter()
-    found = run("import-hf", tmp_path / "folder", tmp_path / "run", "hf", size="8B", limit=3600)
+    result = run("import-hf", tmp_path / "folder", tmp_path / "run", "hf", size="8B", limit=3600)
     seconds, size = time.perf_counter() - start, sum(path.stat().st_size for path in files)
-    print(json.dumps({"files": len(files), "bytes": size, "import seconds": round(seconds), **found}))
+    print(json.dumps({"files": len(files), "bytes": size, "import seconds": round(seconds), **result}))
     assert size > 17.6e9
     assert len(files) == 4
     largest = max(one.bytes for one in open_folder(tmp_path / "folder").stored.values())
-    assert found["import-hf"] <= 2 * largest + 2**28
+    assert result["import-hf"] <= 2 * largest + 2**28

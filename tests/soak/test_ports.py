@@ -114,7 +114,7 @@ def few_descriptors():
 
 @pytest.mark.soak
 def test_strangers_at_every_port_change_nothing(tmp_path):
-    begun, number, attempts, connections, met = time.monotonic(), 0, 0, 0, 0
+    start, number, attempts, connections, met = time.monotonic(), 0, 0, 0, 0
     expected, end = undisturbed(tmp_path, 2, STEPS), time.monotonic() + SECONDS
     while time.monotonic() < end:
         number += 1
@@ -164,7 +164,7 @@ def test_strangers_at_every_port_change_nothing(tmp_path):
         "connect to every listening port with recorded lines, parts of them, garbage, and many connections at once; "
         "rows and final parameters are bitwise those of the undisturbed job. Gloo's ports are left alone"
     )
-    write_soak("ports", what, begun, {"jobs": number, "starts": attempts, "rendezvous attacked": met,
+    write_soak("ports", what, start, {"jobs": number, "starts": attempts, "rendezvous attacked": met,
                                       "connections": connections})  # fmt: skip
 
 

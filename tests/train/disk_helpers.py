@@ -39,15 +39,15 @@ def train_on(config, happens):
             happens.get(metrics["step"], lambda: None)()
             super().write(metrics, timings)
 
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         compute_little(patch)
         patch.setattr(sinks, "JsonlSink", Sink)
         try:
             fit.run_training(config)
         except RunStopped as error:
             print(error)
-    return said.getvalue().splitlines()
+    return output.getvalue().splitlines()
 
 
 def leaves(config):
@@ -83,10 +83,10 @@ def full_while_training(root):
 
 def full_for_a_while(root):
     """TensorBoard's rows on a disk without room from step 43 to 80, while the run's own files lie elsewhere."""
-    said: list[str] = []
+    messages: list[str] = []
     with tempfile.TemporaryDirectory() as own, pytest.MonkeyPatch.context() as patch:
         patch.setattr("zaya_jax.train.sinks.mirror._PATIENCE", 0)
-        mirror = Mirror("tensorboard", partial(TensorBoardSink, root / "tensorboard"), Path(own), 0, 0, said.append,
+        mirror = Mirror("tensorboard", partial(TensorBoardSink, root / "tensorboard"), Path(own), 0, 0, messages.append,
                         rewinds=True)  # fmt: skip
         for step in range(1, 121):
             if step == 43:
@@ -103,4 +103,4 @@ def full_for_a_while(root):
         mirror.close()
     newest = max((root / "tensorboard").glob("events*"))
     steps = [event.step for event in events(newest) if event.summary.value]
-    return {"said": said, "steps": steps, "files": len(list((root / "tensorboard").glob("events*")))}
+    return {"said": messages, "steps": steps, "files": len(list((root / "tensorboard").glob("events*")))}

@@ -92,21 +92,21 @@ class _KilledRun:
             )  # fmt: skip
 
     def finish(self) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         with self.start() as process:
             for _ in _while_alive(process):
                 if not self.startup and self.rows():
-                    self.startup = time.monotonic() - begun
+                    self.startup = time.monotonic() - started
         assert process.returncode == 0, self.log.read_text(encoding="utf-8")
 
     def kill(self, moment: Moment, steps: int, startup: float, rng: random.Random) -> None:
-        before, begun = self.rows(), time.monotonic()
+        before, started = self.rows(), time.monotonic()
         target = min(max(round(moment.at * steps), before + 1), steps - 2)
         with self.start() as process:
             for _ in _while_alive(process):
                 if moment.kind == "start":
                     # A start from compiled programs is shorter than the first one was: over when rows change.
-                    if time.monotonic() - begun >= moment.at * startup or self.rows() != before:
+                    if time.monotonic() - started >= moment.at * startup or self.rows() != before:
                         break
                 elif self.rows() >= target and (moment.kind == "step" or self.saving()):
                     time.sleep(rng.random() * 0.02)

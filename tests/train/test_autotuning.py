@@ -27,8 +27,8 @@ def compiler(monkeypatch):
     return state
 
 
-def make(folder, said=None, *, is_kept=True, writes=True, check=lambda: None):
-    return Autotuning(folder, is_kept, writes, check, (said if said is not None else []).append)
+def make(folder, messages=None, *, is_kept=True, writes=True, check=lambda: None):
+    return Autotuning(folder, is_kept, writes, check, (messages if messages is not None else []).append)
 
 
 def test_a_resumed_run_reads_what_was_chosen(compiler, tmp_path):
@@ -54,10 +54,10 @@ def test_choices_are_never_lost_to_a_process_that_compiled_less(compiler, tmp_pa
 @pytest.mark.parametrize("first", ["# jaxlib 0.0.1, NVIDIA H200\n", "\x1b[31m", "\udc80"])
 def test_choices_of_another_device_or_version_are_left_and_said(compiler, tmp_path, first):
     (tmp_path / FILE).write_text(first + CHOICES, errors="surrogateescape")
-    said = []
-    make(tmp_path, said)
+    messages = []
+    make(tmp_path, messages)
     assert compiler["read"] == []
-    assert "results may differ in their last bits" in said[0]
+    assert "results may differ in their last bits" in messages[0]
 
 
 def test_nothing_is_read_or_written_where_nothing_is_chosen(compiler, tmp_path):
@@ -79,19 +79,19 @@ def test_a_superseded_process_writes_no_choices(compiler, tmp_path):
 
 
 def test_xla_takes_the_options_and_an_option_that_it_does_not_have_is_said(tmp_path, monkeypatch):
-    said = []
-    kept = make(tmp_path, said)
+    messages = []
+    kept = make(tmp_path, messages)
     kept.write()
-    assert said == []
+    assert messages == []
     assert list(tmp_path.iterdir()) == [], "the compiler for CPUs chooses nothing"
     monkeypatch.setattr(autotuning, "_WRITE", "xla_gpu_no_such_option")
     kept.write()
-    assert "are not kept with the run" in said[0]
+    assert "are not kept with the run" in messages[0]
 
 
 def test_a_folder_that_cannot_be_written_is_said(compiler, tmp_path):
-    said = []
-    kept = make(tmp_path / FILE, said)
+    messages = []
+    kept = make(tmp_path / FILE, messages)
     (tmp_path / FILE).write_text("a file, not a folder")
     kept.write()
-    assert "cannot be written" in said[0]
+    assert "cannot be written" in messages[0]

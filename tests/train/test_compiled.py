@@ -41,16 +41,16 @@ def made(monkeypatch):
 def test_the_next_step_is_compiled_while_this_one_runs(made):
     begun, may_go = made
     steps = stages(RUN)
-    said = []
+    messages = []
     may_go.clear()
 
     def say(line):
-        said.append(line)
+        messages.append(line)
         may_go.set()
 
     with CompiledSteps(make_programs(RUN), say) as cache:
         assert cache.step(steps[0]) == 0
-        assert said == [f"Compiling the training step of {RUN.phase_key(0)}"]
+        assert messages == [f"Compiling the training step of {RUN.phase_key(0)}"]
         for _ in range(1000):  # in the background, without being asked for
             if len(begun) == 2:
                 break

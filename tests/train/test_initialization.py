@@ -126,8 +126,8 @@ def start_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:
     state, abstract = initialize(program, open_init_from(config)), program.abstract_state
     jax.tree.map(lambda x, a: (x.sharding.is_equivalent_to(a.sharding, x.ndim) or pytest.fail(str(x.sharding))),
                  state, abstract)  # fmt: skip
-    values, wanted = {**state.params, **state.balance}, {**abstract.params, **abstract.balance}
-    return {name: (np.asarray(x), x.sharding == wanted[name].sharding) for name, x in values.items()}
+    values, expected = {**state.params, **state.balance}, {**abstract.params, **abstract.balance}
+    return {name: (np.asarray(x), x.sharding == expected[name].sharding) for name, x in values.items()}
 
 
 def test_parameters_go_into_the_shards_of_the_phase(tmp_path):

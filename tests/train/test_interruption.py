@@ -155,10 +155,10 @@ def test_an_interrupted_run_resumes_bitwise(finished, tmp_path, step):
     train_until(config, step)
     assert [row["step"] for row in metric_rows(tmp_path / "run")] == list(range(1, step))
     result = run_training(config)
-    whole = finished[1]
-    assert (result.run_dir / "metrics.jsonl").read_bytes() == (whole.run_dir / "metrics.jsonl").read_bytes()
-    assert not differing(result.state, whole.state)
-    assert result.heldout == whole.heldout
+    uninterrupted = finished[1]
+    assert (result.run_dir / "metrics.jsonl").read_bytes() == (uninterrupted.run_dir / "metrics.jsonl").read_bytes()
+    assert not differing(result.state, uninterrupted.state)
+    assert result.heldout == uninterrupted.heldout
 
 
 def test_the_console_says_whether_a_run_resumes_or_starts_over_and_names_another_machine(

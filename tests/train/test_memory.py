@@ -21,9 +21,9 @@ from zaya_jax.train.program import make_programs
 
 
 def test_an_allocation_that_fails_is_one_sentence():
-    said = (r"^It ran out of memory: it requested (4e\+06|4,000,000) GB, and .* GB is available per device\. "
+    message = (r"^It ran out of memory: it requested (4e\+06|4,000,000) GB, and .* GB is available per device\. "
             r"Lower it\.$")  # fmt: skip
-    with pytest.raises(RunStopped, match=said) as end, out_of_memory("It", "Lower it"):
+    with pytest.raises(RunStopped, match=message) as end, out_of_memory("It", "Lower it"):
         jax.block_until_ready(jax.jit(lambda: jnp.zeros((10**6, 10**9), jnp.int32) + jnp.arange(10**9))())
     assert end.value.reason is Reason.DEVICE_MEMORY
 
@@ -96,10 +96,10 @@ def test_the_limits_of_control_groups_of_version_1_count(tmp_path):
 def test_a_run_that_is_too_large_ends_with_one_sentence_before_anything_is_made(tmp_path, capsys):
     path = write_run(tmp_path)
     assert main(["--config", str(path), "evaluation.batch_size=2000000000"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("Error: phases.train needs at least ")
-    assert said.endswith("Lower evaluation.batch_size (2,000,000,000).\n")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("Error: phases.train needs at least ")
+    assert output.endswith("Lower evaluation.batch_size (2,000,000,000).\n")
+    assert output.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -114,10 +114,10 @@ def test_an_evaluation_that_runs_out_of_memory_stops_the_run(tmp_path, capsys, m
     monkeypatch.setattr(fit, "vocabulary_warning", lambda tokenizer, size: f"Warning: {tokenizer.vocab_size}, {size}")
     path = write_run(tmp_path)
     assert main(["--config", str(path)]) == 1
-    *lines, said = capsys.readouterr().err.splitlines()
+    *lines, output = capsys.readouterr().err.splitlines()
     assert "Warning: 300, 300" in lines
-    assert said.startswith("Stopped: The evaluation ran out of memory: it requested 33.4 GB, ")
-    assert said.endswith(" Lower evaluation.batch_size.")
+    assert output.startswith("Stopped: The evaluation ran out of memory: it requested 33.4 GB, ")
+    assert output.endswith(" Lower evaluation.batch_size.")
 
 
 def refusal(monkeypatch, changes, available):
@@ -131,8 +131,8 @@ def test_the_parameters_gradients_and_state_of_a_run_are_counted(monkeypatch):
     state = setup().state
     stored = sum(x.nbytes for x in leaves(state).values())
     least = stored + sum(x.nbytes for x in leaves(state.params).values())
-    said = refusal(monkeypatch, {"evaluation.batch_size": 1}, least - 1)
-    assert said.startswith(f"phases.train needs at least {least / 1e9:.3g} GB of memory per device for parameters,")
+    message = refusal(monkeypatch, {"evaluation.batch_size": 1}, least - 1)
+    assert message.startswith(f"phases.train needs at least {least / 1e9:.3g} GB of memory per device for parameters,")
     monkeypatch.setattr(memory, "available_memory", lambda: least)
     check_memory(make_programs(changed(CONFIG, {"evaluation.batch_size": 1})))
 
@@ -146,11 +146,11 @@ def test_the_parameters_gradients_and_state_of_a_run_are_counted(monkeypatch):
      "Lower evaluation.batch_size (1,000,000)."),
 ])  # fmt: skip
 def test_the_key_to_lower_is_named(monkeypatch, changes, remedy):
-    said = refusal(monkeypatch, changes, 10**8)
-    assert said.startswith("phases.")
-    assert " of memory per device for " in said
-    assert "but only 0.1 GB is available. " in said
-    assert remedy in said
+    message = refusal(monkeypatch, changes, 10**8)
+    assert message.startswith("phases.")
+    assert " of memory per device for " in message
+    assert "but only 0.1 GB is available. " in message
+    assert remedy in message
 
 
 def test_a_device_that_does_not_tell_its_memory_is_not_judged(monkeypatch):

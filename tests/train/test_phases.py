@@ -64,7 +64,7 @@ def altered(config, index, **changes):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def phase_run(tmp_path_factory):
     """Configuration, result, and the shape of each batch that was trained on."""
     config = phased(tmp_path_factory.mktemp("phases"))
     shapes = []
@@ -93,16 +93,16 @@ def _steps(request, monkeypatch):
     (compile_once if request.node.get_closest_marker("soak") else compute_little)(monkeypatch)
 
 
-def test_the_run_moves_through_its_phases_by_itself(whole):
-    config, result, _ = whole
+def test_the_run_moves_through_its_phases_by_itself(phase_run):
+    config, result, _ = phase_run
     rows = metric_rows(result.run_dir)
     assert phase_steps(config) == [(0, 4), (4, 6), (6, 10)]
     assert [row["phase"] for row in rows] == ["one"] * 4 + ["two"] * 2 + ["three"] * 4
     assert result.model.config.rope_base == config.model.rope_base
 
 
-def test_steps_have_the_tokens_of_the_schedule_exactly(whole):
-    config, result, shapes = whole
+def test_steps_have_the_tokens_of_the_schedule_exactly(phase_run):
+    config, result, shapes = phase_run
     planned = [(stage.sequences, stage.context) for stage in stages(config) for _ in range(stage.steps)]
     assert [shape[1:] for shape in shapes] == planned
     assert [shape[0] for shape in shapes] == [sequences // 2 for sequences, _ in planned]
@@ -111,8 +111,8 @@ def test_steps_have_the_tokens_of_the_schedule_exactly(whole):
     assert [b - a for a, b in zip([0, *seen], seen, strict=False)] == [a * b for a, b in planned]
 
 
-def test_each_boundary_is_a_named_checkpoint_that_stays(whole):
-    _, result, _ = whole
+def test_each_boundary_is_a_named_checkpoint_that_stays(phase_run):
+    _, result, _ = phase_run
     assert json.loads((result.run_dir / "phases.json").read_text()) == {"one": 4, "two": 6, "three": 10}
     assert saved_steps(result.run_dir / "checkpoints") == [4, 6, 10]
 
@@ -120,7 +120,7 @@ def test_each_boundary_is_a_named_checkpoint_that_stays(whole):
 @pytest.mark.parametrize("step", [4, 6, *(pytest.param(step, marks=pytest.mark.soak) for step in (3, 5, 7, 8))])
 def test_interrupted_around_a_boundary_it_goes_on_bitwise(request, tmp_path, step):
     soak = request.node.get_closest_marker("soak")
-    config, result, *_ = request.getfixturevalue("computed" if soak else "whole")
+    config, result, *_ = request.getfixturevalue("computed" if soak else "phase_run")
     config = change(config, {"run_dir": str(tmp_path / "run")})
     train_until(config, step)
     again = run_training(config)
@@ -164,8 +164,8 @@ def adapters_in_two_layouts(folder, init_from):
     return after
 
 
-def test_the_base_of_adapters_is_there_once_in_a_phase_of_another_layout(whole, tmp_path):
-    after = on_devices(8, "tests.train.test_phases:adapters_in_two_layouts", str(tmp_path), str(whole[1].run_dir))
+def test_the_base_of_adapters_is_there_once_in_a_phase_of_another_layout(phase_run, tmp_path):
+    after = on_devices(8, "tests.train.test_phases:adapters_in_two_layouts", str(tmp_path), str(phase_run[1].run_dir))
     assert [count for count, _ in after] == [1, 1]
     assert len({sharding for _, sharding in after}) == 2
 
@@ -174,10 +174,10 @@ def test_the_base_of_adapters_is_there_once_in_a_phase_of_another_layout(whole, 
 
 
 @pytest.fixture(scope="module")
-def begun(whole, tmp_path_factory):
+def started_run(phase_run, tmp_path_factory):
     """A run in the midst of phase two, its checkpoint of step 5; read only."""
     run = tmp_path_factory.mktemp("begun") / "run"
-    config = change(whole[0], {"run_dir": str(run), "checkpoint.every": 5})
+    config = change(phase_run[0], {"run_dir": str(run), "checkpoint.every": 5})
     with pytest.MonkeyPatch.context() as patch:
         compute_little(patch)
         train_until(config, 6)
@@ -185,9 +185,9 @@ def begun(whole, tmp_path_factory):
 
 
 @pytest.mark.soak
-def test_phases_to_come_may_change(begun, tmp_path):
-    shutil.copytree(begun.run_dir, tmp_path / "run")
-    other = change(begun, {"run_dir": str(tmp_path / "run")})
+def test_phases_to_come_may_change(started_run, tmp_path):
+    shutil.copytree(started_run.run_dir, tmp_path / "run")
+    other = change(started_run, {"run_dir": str(tmp_path / "run")})
     other = altered(other, 2, tokens=256, context=64, schedule=ScheduleConfig("constant", 0.2))
     result = run_training(other)
     assert int(result.state.step) == total_steps(other) == 8
@@ -211,28 +211,28 @@ def test_phases_to_come_may_change(begun, tmp_path):
         (1, {"tokens": 768}, r"spanned 1,280 tokens and now spans 1,536\. .*start anew in another run_dir\.$"),
     ],
 )
-def test_phases_that_are_begun_may_not(begun, index, changes, match):
+def test_phases_that_are_begun_may_not(started_run, index, changes, match):
     with pytest.raises(InputError, match=match):
-        check_past(begun, altered(begun, index, **changes), 5)
+        check_past(started_run, altered(started_run, index, **changes), 5)
 
 
-def test_a_phase_that_is_begun_may_not_go(begun):
-    refused(change(begun, {"phases": PHASES[:1]}), r"^phases\.two was removed, but the run has started")
+def test_a_phase_that_is_begun_may_not_go(started_run):
+    refused(change(started_run, {"phases": PHASES[:1]}), r"^phases\.two was removed, but the run has started")
 
 
 # --- where a run may begin -------------------------------------------------------------------------------------
 
 
-def test_a_run_begins_where_another_ended_a_phase(whole, tmp_path):
-    config, result, _ = whole
+def test_a_run_begins_where_another_ended_a_phase(phase_run, tmp_path):
+    config, result, _ = phase_run
     changes = {"run_dir": str(tmp_path / "run"), "init_from": f"{result.run_dir}@one", "start_phase": "two"}
     later = run_training(change(config, changes))
     assert metric_rows(later.run_dir) == metric_rows(result.run_dir)[4:]
     assert not differing(later.state, result.state)
 
 
-def test_a_later_phase_can_be_begun_from_nothing(whole, tmp_path):
-    config, result, _ = whole
+def test_a_later_phase_can_be_begun_from_nothing(phase_run, tmp_path):
+    config, result, _ = phase_run
     later = run_training(change(config, {"run_dir": str(tmp_path / "run"), "start_phase": "three"}))
     rows = metric_rows(later.run_dir)
     assert [row["step"] for row in rows] == [7, 8, 9, 10]
@@ -242,8 +242,8 @@ def test_a_later_phase_can_be_begun_from_nothing(whole, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("form", ["{}", "{}/checkpoints/6", "{}@two"])
-def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
-    config, result, _ = whole
+def test_a_run_begins_with_another_ones_state(phase_run, tmp_path, form):
+    config, result, _ = phase_run
     phase = PhaseConfig(
         128, "more", batch=BatchConfig(tokens=128, micro_batch=2), schedule=ScheduleConfig("constant", 1e-9)
     )
@@ -264,16 +264,16 @@ def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
         ("{}/nothing", r"init_from is .*, which does not exist"),
     ],
 )
-def test_a_beginning_that_is_not_there_is_refused_before_a_run_is_claimed(whole, tmp_path, name, match):
-    config, result, _ = whole
+def test_a_beginning_that_is_not_there_is_refused_before_a_run_is_claimed(phase_run, tmp_path, name, match):
+    config, result, _ = phase_run
     bad = change(config, {"run_dir": str(tmp_path / "run"), "init_from": name.format(result.run_dir)})
     with pytest.raises(InputError, match=match):
         run_training(bad)
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_run_goes_on_though_the_one_it_began_with_is_gone(whole, tmp_path):
-    config, result, _ = whole
+def test_a_run_goes_on_though_the_one_it_began_with_is_gone(phase_run, tmp_path):
+    config, result, _ = phase_run
     shutil.copytree(result.run_dir, tmp_path / "source")
     changes = {"run_dir": str(tmp_path / "run"), "init_from": f"{tmp_path / 'source'}@one", "start_phase": "two"}
     later = change(config, changes)
@@ -283,8 +283,8 @@ def test_a_run_goes_on_though_the_one_it_began_with_is_gone(whole, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_longer_context_begins_with_the_state_of_a_shorter_one(whole, tmp_path):
-    config, result, _ = whole
+def test_a_longer_context_begins_with_the_state_of_a_shorter_one(phase_run, tmp_path):
+    config, result, _ = phase_run
     phase = PhaseConfig(256, "long", context=128, batch=BatchConfig(tokens=256, micro_batch=2))
     changes = {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), "model.max_positions": 128}
     assert int(run_training(change(config, {**changes, "phases": (phase,)})).state.step) == 1
@@ -305,7 +305,7 @@ def test_skipped_steps_are_skipped_again_when_a_run_goes_on(spiky, tmp_path, ste
 
 
 @pytest.fixture(scope="module")
-def spiky(whole, tmp_path_factory):
+def spiky(phase_run, tmp_path_factory):
     """A run that takes every loss a little above the one before for a spike."""
     folder = tmp_path_factory.mktemp("spiky")
-    return trained(change(whole[0], {"run_dir": str(folder / "run"), "train.spike": SpikeConfig(1, 1e-3)}))
+    return trained(change(phase_run[0], {"run_dir": str(folder / "run"), "train.spike": SpikeConfig(1, 1e-3)}))

@@ -26,10 +26,10 @@ def test_an_option_that_xla_does_not_have_is_left_out():
 @pytest.mark.parametrize("profile", [None, ProfileConfig(1)])
 def test_what_is_traced_on_a_gpu_has_no_command_buffers(platform, profile, monkeypatch):
     config = dataclasses.replace(CONFIG, profile=profile)
-    asked = []
-    monkeypatch.setattr(program, "known_options", asked.append)
+    calls = []
+    monkeypatch.setattr(program, "known_options", calls.append)
     make = functools.partial(Programs, config, KernelSelection(Target(platform, "")), 1)
     make()[0].trace(stages(config)[0])
     make()[0].jit_evaluation()
     traced = {"xla_gpu_enable_command_buffer": ""} if platform != "cpu" and profile else {}
-    assert asked == [traced, traced]
+    assert calls == [traced, traced]

@@ -50,7 +50,7 @@ def full_at_first(action):
 
 
 def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(finished, long, tmp_path, monkeypatch, capsys):
-    _, whole = long
+    _, uninterrupted = long
     config = of_steps(copied_run(finished, tmp_path), 14)
     for module, name in ((trainer, "record_changes"), (trainer, "plot_run")):
         monkeypatch.setattr(module, name, full_at_first(getattr(module, name)))
@@ -59,8 +59,8 @@ def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(finished, long
     assert "Resuming after step 12 of 14." in said
     assert f"{config.run_dir}/config.yaml cannot be written: No space left on device. Training continues" in said
     assert f"{config.run_dir} can be written again; no row is missing." in said
-    assert not differing(result.state, whole.state)
-    rows, others = metric_rows(result.run_dir), metric_rows(whole.run_dir)
+    assert not differing(result.state, uninterrupted.state)
+    rows, others = metric_rows(result.run_dir), metric_rows(uninterrupted.run_dir)
     assert rows[11].pop("heldout_loss")  # taken where the run ended then, and every six steps
     assert others[11].pop("heldout_loss")
     assert rows == others
@@ -72,7 +72,7 @@ def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(finished, long
 
 
 def test_another_run_is_continued_in_a_new_folder(long, tmp_path, monkeypatch, capsys):
-    config, whole = long
+    config, uninterrupted = long
     source = change(config, {"run_dir": str(tmp_path / "source")})
     train_until(source, 8)  # its checkpoint is that of step 5
     before = snapshot(tmp_path / "source")
@@ -83,16 +83,16 @@ def test_another_run_is_continued_in_a_new_folder(long, tmp_path, monkeypatch, c
     Path(source.run_dir).rename(tmp_path / "gone")  # no longer needed
     result = run_training(config)
     assert snapshot(tmp_path / "gone") == before
-    assert not differing(result.state, whole.state)
-    rows, others = metric_rows(result.run_dir), metric_rows(whole.run_dir)[5:]
+    assert not differing(result.state, uninterrupted.state)
+    rows, others = metric_rows(result.run_dir), metric_rows(uninterrupted.run_dir)[5:]
     for row in rows + others:
         row.pop("heldout_loss", None)
     assert rows == others
 
 
 def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypatch):
-    config, whole = long
-    base = change(config, {"run_dir": str(tmp_path / "new"), "resume_from": str(whole.run_dir)})
+    config, uninterrupted = long
+    base = change(config, {"run_dir": str(tmp_path / "new"), "resume_from": str(uninterrupted.run_dir)})
 
     def said(changes, match):
         with pytest.raises(InputError, match=match):
@@ -107,7 +107,7 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
     said({"phases": longer, "data.heldout_fraction": 0.5}, r"^resume_from=.*The saved position belongs to other data")
     said({"phases": longer, "train.batch.tokens": 256}, r"^resume_from=.*train\.batch")
     said({"phases": of_steps(base, 9).phases}, r"^resume_from=.*phases\.train\.tokens is 1,152, but .* 1,792 tokens")
-    said({"init_from": str(whole.run_dir)}, r"^resume_from is .* must be null if init_from is set")
+    said({"init_from": str(uninterrupted.run_dir)}, r"^resume_from is .* must be null if init_from is set")
     said({"resume_from": "hf:folder"}, r"^resume_from is 'hf:folder'.* no optimizer state")
     said({"resume_from": str(tmp_path)}, r"^resume_from is .*, but must be a run folder with a checkpoint")
 
@@ -118,11 +118,11 @@ def test_a_run_resumes_with_other_settings_for_spikes_and_says_so(finished, tmp_
     narrow = change(config, {"train.spike": SpikeConfig(2, 1e-3), "train.max_skipped_steps": 1})
 
     class Store(fit.CheckpointStore):
-        def save(self, step, state, about, ready):
+        def save(self, step, state, metadata, ready):
             values, accepted, skipped = jax.device_get(state.recent)  # the oldest step is in the place of the next
             newest = values[:, [accepted - 1, accepted - 2] if accepted % 2 else [accepted - 2, accepted - 1]]
             recent = state.recent._replace(values=jnp.asarray(newest), skipped=jnp.asarray(skipped[:, :2]))
-            super().save(step, dataclasses.replace(state, recent=recent), about | {"config": to_dict(narrow)}, ready)
+            super().save(step, dataclasses.replace(state, recent=recent), metadata | {"config": to_dict(narrow)}, ready)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "CheckpointStore", Store)
@@ -149,8 +149,8 @@ def test_a_run_rolled_back_before_bad_rows_equals_one_that_never_read_them(finis
     skip = {"data.skip_rows": ((18, 23), (30, 31))}  # of 4 rows a step
     clean = change(config, {**skip, "run_dir": str(tmp_path / "clean")})
     train_until(clean, 8)
-    whole = run_training(clean)
-    assert [row["loss"] for row in metric_rows(whole.run_dir)] != [
+    uninterrupted = run_training(clean)
+    assert [row["loss"] for row in metric_rows(uninterrupted.run_dir)] != [
         row["loss"] for row in metric_rows(finished[1].run_dir)
     ]
     assert restore(clean, 12)[1]["sequences"] == 12 * 4 + 6
@@ -168,14 +168,14 @@ def test_a_run_rolled_back_before_bad_rows_equals_one_that_never_read_them(finis
     with pytest.raises(InputError, match=r"^resume_from=.*: data\.skip_rows has the new range"):
         run_training(elsewhere)
     again = run_training(change(elsewhere, {"resume_from": f"{config.run_dir}/checkpoints/4"}))
-    assert not differing(again.state, whole.state)
+    assert not differing(again.state, uninterrupted.state)
 
     rollback(tmp_path / "bad", 4)
     capsys.readouterr()
     result = run_training(change(config, skip))
     assert "Resuming after step 4 of 12." in capsys.readouterr().out
-    assert not differing(result.state, whole.state)
-    assert metric_rows(result.run_dir) == metric_rows(whole.run_dir)
+    assert not differing(result.state, uninterrupted.state)
+    assert metric_rows(result.run_dir) == metric_rows(uninterrupted.run_dir)
     assert restore(config, 12)[1] == restore(clean, 12)[1]
     assert json.loads((result.run_dir / "changes.jsonl").read_text()) == {
         "step": 4, "changes": {"data.skip_rows": [[], [[18, 23], [30, 31]]]}
@@ -187,11 +187,11 @@ def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_pat
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
 
     class Store(fit.CheckpointStore):
-        def save(self, step, state, about, ready):
+        def save(self, step, state, metadata, ready):
             state = dataclasses.replace(state, recent=state.recent._replace(skipped=None))
-            about = {key: value for key, value in about.items() if key != "first_step"}
-            del about["config"]["data"]["skip_rows"]  # nor the keys that came later
-            super().save(step, state, about, ready)
+            metadata = {key: value for key, value in metadata.items() if key != "first_step"}
+            del metadata["config"]["data"]["skip_rows"]  # nor the keys that came later
+            super().save(step, state, metadata, ready)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "CheckpointStore", Store)

@@ -36,24 +36,24 @@ def run(tmp_path):
 
 
 def test_a_checkpoint_says_what_it_is_of_and_json_keeps_it():
-    about = checkpoint_metadata(CONFIG, 3, POSITION, 1.25, 0)
-    assert json.loads(json.dumps(about)) == about
-    assert (about["phase"], about["data"], about["heldout_loss"]) == ("train", POSITION, 1.25)
-    assert about["tokens_seen"] == 3 * CONFIG.train.batch.tokens
-    assert about["batch"] == {"sequences": 8, "context": 32}
-    assert from_dict(about["config"]) == CONFIG
+    saved = checkpoint_metadata(CONFIG, 3, POSITION, 1.25, 0)
+    assert json.loads(json.dumps(saved)) == saved
+    assert (saved["phase"], saved["data"], saved["heldout_loss"]) == ("train", POSITION, 1.25)
+    assert saved["tokens_seen"] == 3 * CONFIG.train.batch.tokens
+    assert saved["batch"] == {"sequences": 8, "context": 32}
+    assert from_dict(saved["config"]) == CONFIG
     other = checkpoint_metadata(dataclasses.replace(CONFIG, seed=1), 3, POSITION, None, 0)
     assert (
-        other["config_digest"] != about["config_digest"] == checkpoint_metadata(CONFIG, 4, {}, None, 0)["config_digest"]
+        other["config_digest"] != saved["config_digest"] == checkpoint_metadata(CONFIG, 4, {}, None, 0)["config_digest"]
     )
 
 
 def test_another_architecture_is_refused_before_an_array_is_read(run):
-    said = r"a different architecture: its model.num_experts is 4, but .* has 8\. Choose another"
+    message = r"a different architecture: its model.num_experts is 4, but .* has 8\. Choose another"
     config = change(run, {"model.num_experts": 8})
-    with open_store(Path(run.run_dir) / "checkpoints") as store, pytest.raises(InputError, match=said):
+    with open_store(Path(run.run_dir) / "checkpoints") as store, pytest.raises(InputError, match=message):
         resume(config, make_programs(config), store, Batches())
-    with pytest.raises(InputError, match=f"^init_from={run.run_dir} .*{said}"):
+    with pytest.raises(InputError, match=f"^init_from={run.run_dir} .*{message}"):
         open_init_from(change(config, {"run_dir": "elsewhere", "init_from": run.run_dir}))
 
 

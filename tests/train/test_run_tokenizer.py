@@ -104,6 +104,6 @@ def test_a_folder_that_cannot_be_written_is_a_warning(chatting, tmp_path, capsys
     config, prepared = chatting
     (tmp_path / "run" / "tokenizer").write_text("in the way")
     write_tokenizer(tmp_path / "run", config, prepared)
-    said = capsys.readouterr().out
-    assert said.startswith("Warning: the tokenizer could not be written")
-    assert "Not a directory" in said
+    output = capsys.readouterr().out
+    assert output.startswith("Warning: the tokenizer could not be written")
+    assert "Not a directory" in output

@@ -54,10 +54,10 @@ def shown(folder: Path) -> dict[int, dict[str, float]]:
 def assert_complete(run_dir: Path) -> None:
     """TensorBoard has every row of the metric files, in float32."""
     timings = {row["step"]: row for row in read_rows(run_dir / TIMINGS)}
-    wanted = {row["step"]: scalars(row) | scalars(timings[row["step"]], "timings/") for row in metric_rows(run_dir)}
+    expected = {row["step"]: scalars(row) | scalars(timings[row["step"]], "timings/") for row in metric_rows(run_dir)}
     steps = shown(run_dir / "tensorboard")
-    assert list(steps) == list(wanted)
-    for step, values in wanted.items():
+    assert list(steps) == list(expected)
+    for step, values in expected.items():
         assert steps[step] == pytest.approx(values, rel=1e-6)
 
 
@@ -100,7 +100,7 @@ class Flaky:
 @pytest.mark.parametrize(("fails", "mended"), [(0, 8), (3, 8), (4, 5), (6, 8), (7, 8), (3, 99)])
 def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_path, monkeypatch, fails, mended):
     monkeypatch.setattr("zaya_jax.train.sinks.mirror._PATIENCE", 0)
-    said: list[str] = []
+    messages: list[str] = []
     rows: list[int] = []
     now = 0
 
@@ -112,7 +112,7 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
         rows[:] = [step for step in rows if step <= after]
         return Flaky(rows, works)
 
-    mirror = Mirror("a sink", open_sink, tmp_path, 0, 0, said.append, rewinds=True)
+    mirror = Mirror("a sink", open_sink, tmp_path, 0, 0, messages.append, rewinds=True)
     for now in range(1, 10):
         row = {"step": now}
         for name in ("metrics.jsonl", "timings.jsonl"):
@@ -123,15 +123,15 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
             assert mirror.sync() == ""
     mirror.close()
     assert rows == (list(range(1, 10)) if mended < 9 else [1, 2])
-    assert [text.startswith("train.sinks: a sink failed: ") for text in said] == [True, False][: len(said)]
+    assert [text.startswith("train.sinks: a sink failed: ") for text in messages] == [True, False][: len(messages)]
     lacks = "train.sinks: a sink lacks the rows after step 0; rerunning the command writes them."
-    assert said[1:] == (["train.sinks: a sink works again and has all rows."] if mended < 9 else [lacks])
+    assert messages[1:] == (["train.sinks: a sink works again and has all rows."] if mended < 9 else [lacks])
 
 
 @pytest.mark.parametrize("rewinds", [True, False])
 def test_rows_that_a_sink_missed_before_the_process_ended_arrive_once_in_a_later_one(tmp_path, monkeypatch, rewinds):
     monkeypatch.setattr("zaya_jax.train.sinks.mirror._PATIENCE", 0)  # so that only `close` could leave out an attempt
-    said: list[str] = []
+    messages: list[str] = []
     rows: list[int] = []
     kept: list[int] = []
     attempts = 0
@@ -151,7 +151,7 @@ def test_rows_that_a_sink_missed_before_the_process_ended_arrive_once_in_a_later
         lines = [json.dumps({"step": step}) + "\n" for step in range(1, until + 1)]
         for name in (METRICS, TIMINGS):
             (tmp_path / name).write_text("".join(lines[:after]))
-        mirror = Mirror("sink", open_sink, tmp_path, 0, after, said.append, rewinds=rewinds)
+        mirror = Mirror("sink", open_sink, tmp_path, 0, after, messages.append, rewinds=rewinds)
         kept[:] = rows
         for step in range(after + 1, until + 1):
             works = step < fails
@@ -171,12 +171,12 @@ def test_rows_that_a_sink_missed_before_the_process_ended_arrive_once_in_a_later
     mirror.close()
     assert attempts == before, "training does not wait at its end for a sink that has failed"
     assert (
-        said.pop()
+        messages.pop()
         == f"train.sinks: sink lacks the rows after step {6 if rewinds else 8}; rerunning the command writes them."
     )
     train(9, 11, fails=99).close()
     assert rows == list(range(1, 12))
-    assert [text.startswith("train.sinks: sink keeps the rows that it has of steps 7 to 8;") for text in said] == (
+    assert [text.startswith("train.sinks: sink keeps the rows that it has of steps 7 to 8;") for text in messages] == (
         [False] if rewinds else [True, False]
     )
 

@@ -111,12 +111,12 @@ def test_loss_and_gradient_are_those_of_the_mean_over_real_tokens(scale):
 def momentum(state):
     """After the first step the gradient, by name; Muon sums it, and Adam takes a part of it."""
     parts = {".trace": 1, ".mu": 1 - STEP.optimizer.adamw.b1}
-    found = {}
+    results = {}
     for path, x in jax.tree.leaves_with_path(state.opt_state):
         kind, _, name = jax.tree_util.keystr(path).rpartition("[")
         if part := parts.get(f".{kind.rpartition('.')[2]}"):
-            found[name.strip("']")] = x / np.float32(part)
-    return found
+            results[name.strip("']")] = x / np.float32(part)
+    return results
 
 
 @SCALES

@@ -174,14 +174,14 @@ def test_a_line_every_few_steps_and_one_at_the_end(capsys):
 
 
 def test_a_slow_machine_is_told_how_to_shorten_the_run(capsys):
-    said = []
+    messages = []
     for seconds in (120, 150):  # of each of 12 steps: 14 minutes are left after the fifth, or 17.5
         report = make(phases=(PhaseConfig(12 * 256),))
         for step in range(1, 11):
             report.write(row(step), timings(seconds))
-        said.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("step")])
+        messages.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("step")])
     five_minutes = 5 * 256 + 2 * 256  # what is done, and as many whole steps as fit
-    assert said == [[], [
+    assert messages == [[], [
         "This run takes about 18 minutes here. To train for about 5, stop it and start it with "
         f"phases.train.tokens={five_minutes} and another run_dir.",
     ]]  # fmt: skip

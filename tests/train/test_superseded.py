@@ -99,7 +99,7 @@ def test_a_superseded_process_writes_no_more_than_what_it_is_just_writing(tmp_pa
 
 @pytest.mark.soak
 def test_fifty_writers_on_storage_without_locks_leave_the_rows_of_one(tmp_path):
-    begun, rng, count = time.monotonic(), random.SystemRandom(), 50
+    start, rng, count = time.monotonic(), random.SystemRandom(), 50
     phases = json.dumps([{"name": "one", "tokens": 10**9}])
     command = ["--config", str(write_run(tmp_path)), f"phases={phases}", "checkpoint.every=20", "evaluation.every=100"]
     writers = Writers(tmp_path, command, tmp_path / "run")
@@ -117,5 +117,5 @@ def test_fifty_writers_on_storage_without_locks_leave_the_rows_of_one(tmp_path):
     what = (f"a training that is started again {count} times while it runs, at random moments, on storage without file "
             "locks: each process ends once the next one has taken the fencing token, writes nothing after the first "
             "row of its successor, and every step has one row")  # fmt: skip
-    write_soak("superseded", what, begun, {"superseded": count, "while training": trained, "steps": rows.count(b"\n"),
+    write_soak("superseded", what, start, {"superseded": count, "while training": trained, "steps": rows.count(b"\n"),
                                            "writes after a successor's first row": 0})  # fmt: skip

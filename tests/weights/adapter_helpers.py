@@ -45,5 +45,5 @@ def write_adapter_run(folder):
 
 def draw(base, seed):
     """Adapters of a model at random."""
-    wanted, rng = adapter_shapes(shapes(base), roles(base), LORA.rank), np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in sorted(wanted.items())}
+    expected, rng = adapter_shapes(shapes(base), roles(base), LORA.rank), np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in sorted(expected.items())}

@@ -89,8 +89,8 @@ def test_what_peft_cannot_hold_is_refused(folder, tmp_path, capsys):
     assert main(["import-hf", str(folder / "model"), "--output", str(tmp_path / "whole")]) == 0
     assert "trained without adapters (lora.rank)" in refused(capsys, tmp_path / "whole", out)
     assert "--layout legacy cannot be combined" in refused(capsys, folder / "run", out, "--layout", "legacy")
-    said = refused(capsys, folder / "run", out, "--base", tmp_path / "whole")
-    assert f"{tmp_path / 'whole'} is not a transformers folder. Export it" in said
+    message = refused(capsys, folder / "run", out, "--base", tmp_path / "whole")
+    assert f"{tmp_path / 'whole'} is not a transformers folder. Export it" in message
     save_pretrained(jax.device_get(random_model(MODEL, 1)), tmp_path / "legacy", "legacy")
     assert "has the legacy layout" in refused(capsys, folder / "run", out, "--base", f"hf:{tmp_path / 'legacy'}")
     save_pretrained(jax.device_get(random_model(MODEL, 7)), tmp_path / "other")

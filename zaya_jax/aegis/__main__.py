@@ -145,9 +145,7 @@ def _drill(options: argparse.Namespace) -> int:
 
 
 def _parser() -> Parser:
-    style = argparse.RawDescriptionHelpFormatter
-    description = "Keep a training run alive."
-    parser = Parser(prog="python -m zaya_jax.aegis", description=description, epilog=_EXAMPLES, formatter_class=style)
+    parser = Parser(prog="python -m zaya_jax.aegis", description="Keep a training run alive.", epilog=_EXAMPLES)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="start a training command, and restart it when it fails")
     run.set_defaults(action=_run)

@@ -234,12 +234,12 @@ class Attempt:
         for rank in self._group.running:
             rank.send(number)
 
-    def _kill(self, why: str) -> None:
+    def _kill(self, reason: str) -> None:
         job, began = self._job, time.monotonic()
         files = self._collect_evidence(began + self._policy.evidence_seconds)
         self._group.kill()
         details = {"files": files, "seconds": {"act": time.monotonic() - began}}
-        self._log.write("act", "kill", severity=Severity.WARNING, cause=job.cause, text=why, **details)
+        self._log.write("act", "kill", severity=Severity.WARNING, cause=job.cause, text=reason, **details)
 
     def _collect_evidence(self, deadline: float) -> list[str]:
         """Write the stacks of all threads, the last lines and the kernel's view; return the paths in the folder.

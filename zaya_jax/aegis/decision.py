@@ -25,12 +25,12 @@ class Decision:
     rule: str  # name of the rule that decided
     action: Action  # of the policy
     exit_code: SupervisorExit | None  # of the supervisor, if it ends; None to restart
-    why: str  # a sentence
+    reason: str  # a sentence
     delay: float = 0.0  # seconds to wait before the restart
 
     def adding(self, sentence: str, exit_code: SupervisorExit | None = None) -> Self:
         """Return the decision with another sentence, and the exit code if it makes the supervisor end."""
-        return dataclasses.replace(self, why=f"{self.why} {sentence}", exit_code=exit_code)
+        return dataclasses.replace(self, reason=f"{self.reason} {sentence}", exit_code=exit_code)
 
 
 def final_code(failure: Failure | None, signals: Sequence[int]) -> SupervisorExit | None:
@@ -67,24 +67,24 @@ def decide(
     if action == "replace_node" and can_act:
         return Decision(rule, action, elsewhere, f"The policy asks for another node on {name}.")
     if failure.code == UNKILLABLE:
-        why = f"{failure.words} The kernel does not end it, so this node needs a restart."
-        return Decision("unkillable", "replace_node", elsewhere, why)
+        reason = f"{failure.words} The kernel does not end it, so this node needs a restart."
+        return Decision("unkillable", "replace_node", elsewhere, reason)
     alike = sum(each.same == failure.same for _, each in failures)
     may_repeat = was_valid or failure.fault in (FaultClass.HANG, FaultClass.PEERS, FaultClass.DISK)
     if failure.words and not may_repeat and alike >= restart.same_failure:
-        where = "before the first step" if failure.step < 0 else f"after step {failure.step}"
-        why = f"The same failure happened {alike} times {where}, so it is deterministic: {failure.words}"
-        return Decision("restart.same_failure", "stop", SupervisorExit.DO_NOT_REQUEUE, why)
+        moment = "before the first step" if failure.step < 0 else f"after step {failure.step}"
+        reason = f"The same failure happened {alike} times {moment}, so it is deterministic: {failure.words}"
+        return Decision("restart.same_failure", "stop", SupervisorExit.DO_NOT_REQUEUE, reason)
     stuck = _without_progress([each for _, each in failures])
     if stuck > restart.no_progress:
         # Other nodes do not come back: the job needs new ones.
         code = elsewhere if failure.fault is FaultClass.PEERS else SupervisorExit.DO_NOT_REQUEUE
-        why = f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."
-        return Decision("restart.no_progress", "stop", code, why)
+        reason = f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."
+        return Decision("restart.no_progress", "stop", code, reason)
     recent = sum(now - time < _HOUR for time, _ in failures[:-1])
     if recent >= restart.per_hour:
-        why = f"{recent} restarts within an hour are the limit (restart.per_hour)."
-        return Decision("restart.per_hour", "stop", SupervisorExit.BUDGET_SPENT, why)
+        reason = f"{recent} restarts within an hour are the limit (restart.per_hour)."
+        return Decision("restart.per_hour", "stop", SupervisorExit.BUDGET_SPENT, reason)
     delay = restart.delays[min(stuck, len(restart.delays) - 1)] * (1 + restart.jitter * jitter)
     change: Action = action if can_act and action in ("fewer_devices", "roll_back") else "restart"
     return Decision(rule, change, None, f"Restarting after {name}.", delay)

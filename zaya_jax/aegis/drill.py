@@ -136,18 +136,18 @@ def score(faults: Sequence[Fault], quiet: Events, events: Events, hang: float, s
     failures = [event for event in events if event["kind"] == "end" and event["code"] != "finished"]
     alarms = [event for event in quiet if event["kind"] == "detect" and event["severity"] != "info"]
     alarms += [event for event in failures if all(row["attempt"] != event["attempt"] for row in rows)]
-    return {
-        "faults": len(faults),
-        "made": len(rows),
-        "attempts": sum(event["kind"] == "start" for event in events),
+    counts = {"faults": len(faults), "made": len(rows), "attempts": sum(event["kind"] == "start" for event in events)}
+    attributed, missed = sum(row["attributed"] for row in rows), [row for row in rows if not row["attributed"]]
+    times = [{"fault": row["fault"], **_rounded(row)} for row in rows]
+    card = {
+        **counts,
         "classes": classes,
-        "attributed": sum(row["attributed"] for row in rows) / max(len(rows), 1),
-        "missed": [row for row in rows if not row["attributed"]],
-        "times": [{"fault": row["fault"], **_rounded(row)} for row in rows],
-        "false_alarms": len(alarms),
-        "quiet_seconds": measure_goodput(quiet).seconds,
-        "ettr": _ettr(quiet, events, saves),
+        "attributed": attributed / max(len(rows), 1),
+        "missed": missed,
+        "times": times,
     }
+    runs = {"quiet_seconds": measure_goodput(quiet).seconds, "ettr": _ettr(quiet, events, saves)}
+    return {**card, "false_alarms": len(alarms), **runs}
 
 
 def _follow(injected: Mapping[str, Any], events: Events, hang: float) -> dict[str, Any]:
@@ -167,13 +167,9 @@ def _follow(injected: Mapping[str, Any], events: Events, hang: float) -> dict[st
             expires = max(made, at - seconds.get("quiet", math.inf)) + seconds.get("timeout", hang)
         recover = (event["monotonic"] for event in events if event["kind"] == "recover" and event["monotonic"] > at)
         row = {"since_fault": at - made, "detect": at - expires, "recover": next((t - made for t in recover), None)}
-    return row | {
-        "fault": str(fault),
-        "attempt": injected["attempt"],
-        "expected": expected,
-        "attributed": (end.get("rank"), end.get("fault")) == (fault.process, expected),
-        "said": {key: end.get(key) for key in ("rank", "fault", "code", "text")} if end else None,
-    }
+    row |= {"fault": str(fault), "attempt": injected["attempt"], "expected": expected}
+    row["attributed"] = (end.get("rank"), end.get("fault")) == (fault.process, expected)
+    return row | {"said": {key: end.get(key) for key in ("rank", "fault", "code", "text")} if end else None}
 
 
 def _quantiles(values: Iterable[float | None]) -> dict[str, float]:

@@ -62,20 +62,11 @@ class EventLog:
         """
         self._id += 1
         now = time.time()
-        event = {
-            "v": VERSION,
-            "id": self._id,
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z",
-            "unix": round(now, 6),
-            "monotonic": round(time.monotonic(), 6),
-            "node": self._node,
-            "attempt": self.attempt,
-            "kind": kind,
-            "code": code,
-            "severity": str(severity),
-            "cause": None,
-            "text": printable(text, 500),
-        } | {key: _plain(value) for key, value in details.items() if value is not None}
+        stamp = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now))}.{int(now % 1 * 1000):03d}Z"
+        clocks = {"time": stamp, "unix": round(now, 6), "monotonic": round(time.monotonic(), 6)}
+        event = {"v": VERSION, "id": self._id, **clocks, "node": self._node, "attempt": self.attempt, "kind": kind}
+        event |= {"code": code, "severity": str(severity), "cause": None, "text": printable(text, 500)}
+        event |= {key: _plain(value) for key, value in details.items() if value is not None}
         written = self._files.submit(lambda: self._append(event))
         self._dropped += written.done() and written.exception() is not None  # refused, since too many jobs wait
         self._listener(event)

@@ -86,7 +86,6 @@ class RunReader(Collector):
     """Reads the samples of a run; a file that cannot be read costs its own samples only, and is counted."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Read the run in `run_dir`, which may not have started."""
         self._run_dir = run_dir
         self._errors: dict[str, int] = dict.fromkeys(("rows", "checkpoints", "nodes", "state", "events"), 0)
 
@@ -120,7 +119,6 @@ class RunReader(Collector):
 
 
 def _rows(run_dir: Path) -> Iterator[Sample]:
-    """Yield the samples of the last rows of metrics and timings."""
     path = run_dir / METRICS
     if not path.exists():
         return
@@ -140,14 +138,12 @@ def read_last_row(path: Path) -> dict[str, Any]:
 
 
 def _samples(tree: Mapping[str, Any], keys: Mapping[str, str], labels: dict[str, str]) -> Iterator[Sample]:
-    """Yield the numbers in `tree`, whose keys are by name of the metric."""
     for name, key in keys.items():
         if isinstance(value := tree.get(key), int | float):
             yield Sample(name, labels, float(value))
 
 
 def _checkpoints(folder: Path) -> Iterator[Sample]:
-    """Yield step and age of the newest finished checkpoint."""
     for step in reversed(named_steps(folder)):
         saved = saved_at(folder / str(step))
         if saved is not None:
@@ -157,7 +153,6 @@ def _checkpoints(folder: Path) -> Iterator[Sample]:
 
 
 def _state(folder: Path) -> Iterator[Sample]:
-    """Yield what the supervisor of a node and its processes do."""
     path, node = folder / STATE, {"node": printable(folder.name)}
     state = read_object(path) if path.exists() else {}
     yield Sample("zaya_up", node, int(is_running(state)))
@@ -169,7 +164,6 @@ def _state(folder: Path) -> Iterator[Sample]:
 
 
 def _events(folder: Path) -> Iterator[Sample]:
-    """Yield restarts, faults and goodput of a node."""
     path, node = folder / EVENTS, {"node": printable(folder.name)}
     if path.stat().st_size > LONGEST_JSON:  # counters of a part of it would fall
         raise InputError(f"{path} is larger than the limit of {LONGEST_JSON:,} bytes.")

@@ -97,10 +97,8 @@ def parse_fault(text: str) -> Fault:
         fault = None
     if fault is None or fault.name not in FAULTS:
         phases = ", ".join(phase.name.lower() for phase in Phase)
-        raise InputError(
-            f"{text!r} must have the form FAULT@PROCESS:STEP:PHASE, with FAULT one of "
-            f"{', '.join(FAULTS)} and PHASE one of {phases}."
-        )
+        allowed = f"with FAULT one of {', '.join(FAULTS)} and PHASE one of {phases}."
+        raise InputError(f"{text!r} must have the form FAULT@PROCESS:STEP:PHASE, {allowed}")
     return fault
 
 

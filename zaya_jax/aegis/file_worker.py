@@ -16,7 +16,6 @@ class FileWorker:
     """Does jobs one after the other, in a thread that ends with the process whatever it waits for."""
 
     def __init__(self) -> None:
-        """Start the thread."""
         self._jobs = queue.Queue[Callable[[], object]](_MOST_WAITING)
         self._refuses = False
         self._since: float | None = None  # start of the job that runs, of `time.monotonic`

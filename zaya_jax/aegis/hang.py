@@ -76,7 +76,6 @@ class Silence:
     """
 
     def __init__(self) -> None:
-        """Start now."""
         self._writes, self.seconds = -1, 0.0  # of silence, as counted
         self.since = self._looked = time.monotonic()  # when it began
 

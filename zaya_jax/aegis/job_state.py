@@ -28,7 +28,6 @@ class JobState:
     """Event log, output, requests to stop, and the progress of training."""
 
     def __init__(self, folder: Path, node: str, policy: Policy, timeouts: Timeouts) -> None:
-        """Open the event log of this `node` in `folder`."""
         self.folder, self.policy = folder, policy  # of the supervisor
         self.timeouts = timeouts  # of the phases, as learned so far
         self.notifier = Notifier(policy.notify)  # tells people of severe events

@@ -101,8 +101,8 @@ class KernelLog:
         self.close()
         self.problem = f"The kernel log {self.path} cannot be read: {error.strerror or error}."
         if isinstance(error, PermissionError):
-            how = "`sysctl kernel.dmesg_restrict=0` or CAP_SYSLOG, or name a file that receives dmesg"
-            self.problem += f" Allow it with {how}."
+            remedy = "`sysctl kernel.dmesg_restrict=0` or CAP_SYSLOG, or name a file that receives dmesg"
+            self.problem += f" Allow it with {remedy}."
 
 
 def parse_record(record: bytes) -> str:

@@ -27,7 +27,6 @@ class Output:
     """One of the supervisor's own streams. If nobody reads it, the oldest lines are dropped and counted."""
 
     def __init__(self, file: int) -> None:
-        """Write to the open file descriptor `file`."""
         self._file, self._pending, self._size = file, collections.deque[bytes](), 0
         self._poll = select.poll()
         self._poll.register(file, select.POLLOUT)

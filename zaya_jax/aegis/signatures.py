@@ -44,10 +44,10 @@ def observe_line(source: Source, line: str, rank: int | None = None) -> Observat
     """Return what the first `LONGEST_LINE` characters of a line of a log tell; None if they tell of no fault."""
     line = line[:LONGEST_LINE]
     start = _KERNEL_PREFIX.match(line) if source == "kernel" else None
-    found = _PATTERNS[source].match(line, start.end() if start else 0)
-    if found is None or found.lastindex is None or (start and _ABOUT_PROGRAM.match(line, start.end())):
+    match = _PATTERNS[source].match(line, start.end() if start else 0)
+    if match is None or match.lastindex is None or (start and _ABOUT_PROGRAM.match(line, start.end())):
         return None
-    signature = SIGNATURES[source][found.lastindex - 1]
+    signature = SIGNATURES[source][match.lastindex - 1]
     return Observation(signature.code, signature.fault, signature.severity, line, rank)
 
 

@@ -57,29 +57,29 @@ class Supervisor:
         before = {number: signal.signal(number, self._job.note_signal) for number in handled}
         try:
             try:
-                code, why = self._supervise()
+                code, reason = self._supervise()
             except InputError as error:
-                code, why = SupervisorExit.CONFIGURATION, str(error)
+                code, reason = SupervisorExit.CONFIGURATION, str(error)
             except Exception as error:
                 traceback.print_exc()
-                code, why = SupervisorExit.SOFTWARE, f"The supervisor failed: {type(error).__name__}: {error}."
-            self._end(code, why)
+                code, reason = SupervisorExit.SOFTWARE, f"The supervisor failed: {type(error).__name__}: {error}."
+            self._end(code, reason)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         return code
 
-    def _end(self, code: SupervisorExit, why: str) -> None:
+    def _end(self, code: SupervisorExit, reason: str) -> None:
         """Write how it ended, everywhere; only to the output if the run folder belongs to others now."""
         job, submit = self._job, self._job.files.submit
         self._monitor.close()
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
-        job.log.write("act", f"exit-{code.name.lower()}", severity=severity, text=why, exit_code=int(code))
+        job.log.write("act", f"exit-{code.name.lower()}", severity=severity, text=reason, exit_code=int(code))
         folder, attempt, step = job.folder, job.log.attempt, job.best_step
-        submit(lambda: write_verdict(folder, code, why, attempt, step))
-        submit(lambda: write_state(folder, attempt=attempt, state="ended", exit_code=int(code), why=why, ranks=[]))
+        submit(lambda: write_verdict(folder, code, reason, attempt, step))
+        submit(lambda: write_state(folder, attempt=attempt, state="ended", exit_code=int(code), why=reason, ranks=[]))
         submit(job.timeouts.save)
-        job.outputs[1].say(f"{why} Exit code {int(code)}.")
+        job.outputs[1].say(f"{reason} Exit code {int(code)}.")
         for output in job.outputs:
             if output.dropped:
                 job.outputs[1].say(f"{output.dropped:,} bytes of output were dropped, since nobody read them.")
@@ -106,10 +106,10 @@ class Supervisor:
                 return code, self._stopped(f"after step {max(job.best_step, 0)}")
             decision = self._decide(failure)
             if decision.exit_code is not None:
-                return decision.exit_code, decision.why
+                return decision.exit_code, decision.reason
             wait = f" in {decision.delay:.0f} s" if decision.delay >= 1 else ""
             words = failure.words or failure.explanation or "no exit record"
-            job.outputs[1].say(f"{decision.why.removesuffix('.')}{wait}: {words}")
+            job.outputs[1].say(f"{decision.reason.removesuffix('.')}{wait}: {words}")
             self._sleep(decision.delay)
             if (code := final_code(failure, job.signals)) is not None:
                 return code, self._stopped("while waiting to restart")
@@ -154,7 +154,7 @@ class Supervisor:
         details = {"cause": self._job.cause, "fault": failure.fault, "rank": failure.rank, "step": failure.step}
         details["action"] = decision.action if code is None else f"exit-{code.name.lower()}"
         details["log_only"] = ruled if not can_act and ruled != "restart" else None
-        self._job.log.write("decide", decision.rule, text=decision.why, **details)
+        self._job.log.write("decide", decision.rule, text=decision.reason, **details)
         return decision
 
     def _use_fewer_devices(self, failure: Failure, decision: Decision) -> Decision:
@@ -163,13 +163,13 @@ class Supervisor:
             lost = self._command.devices[failure.rank]
         fewer = self._command.with_fewer_devices(lost)
         if fewer is None:
-            why = "No smaller number of devices divides the batches, so another node is needed."
-            return decision.adding(why, SupervisorExit.RETRY_ELSEWHERE)
+            reason = "No smaller number of devices divides the batches, so another node is needed."
+            return decision.adding(reason, SupervisorExit.RETRY_ELSEWHERE)
         self._command = fewer
         return decision.adding(f"Training continues on the devices {', '.join(map(str, fewer.devices))}.")
 
     def _roll_back(self, failure: Failure, decision: Decision) -> Decision:
-        why = "No checkpoint is older than the bad steps."
+        reason = "No checkpoint is older than the bad steps."
         try:
             plan = self._read(lambda: plan_rollback(self._command, failure))
             if plan is not None:
@@ -177,8 +177,8 @@ class Supervisor:
                 rows = f"the rows {plan.first} to {plan.end - 1}"
                 return decision.adding(f"Resuming from step {plan.step} without {rows}.")
         except (InputError, OSError) as error:
-            why = str(error)
-        return decision.adding(why, SupervisorExit.DO_NOT_REQUEUE)
+            reason = str(error)
+        return decision.adding(reason, SupervisorExit.DO_NOT_REQUEUE)
 
     def _read(self, job: Callable[[], _T]) -> _T:
         """Return what `job` reads in the run folder.

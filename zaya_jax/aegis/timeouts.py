@@ -92,6 +92,6 @@ def check_timeouts(policy: Policy, preset: Preset, peer_timeout: float, environm
     limits.append(("watch.link_down_seconds", policy.watch.link_down_seconds, window, retries))
     names = ("floor", "data", "dispatch", "device_wait", "end")
     limits += [(f"timeouts.{name}", getattr(policy.timeouts, name), heartbeat, layers) for name in names]
-    for name, seconds, least, why in limits:
+    for name, seconds, least, reason in limits:
         if seconds <= least:
-            raise InputError(f"{name} is {seconds:g} s, but must exceed {why}")
+            raise InputError(f"{name} is {seconds:g} s, but must exceed {reason}")

@@ -215,6 +215,6 @@ def roll_back(command: TrainingCommand, plan: Rollback, should_stop: Callable[[]
         output.seek(0)
         printed = output.read(4096).decode(errors="replace").strip()
     if process.returncode:
-        why = printed or "the command was stopped."
-        raise InputError(f"The run could not be rolled back to step {plan.step}: {why}")
+        reason = printed or "the command was stopped."
+        raise InputError(f"The run could not be rolled back to step {plan.step}: {reason}")
     return dataclasses.replace(command, skipped_rows=(*command.skipped_rows, (plan.first, plan.end)))

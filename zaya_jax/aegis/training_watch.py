@@ -114,7 +114,6 @@ class StragglerWatch:
     """
 
     def __init__(self, policy: TrainingPolicy) -> None:
-        """Start without a window."""
         self._policy = policy
         self._start: dict[int, Progress] = {}
         self._slow: dict[int, int] = {}  # process → windows in a row in which it was slow

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,95 +24,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: _run(options))
 
 
-def _argument(name: str, what: str, metavar: str | None = None, **options: Any) -> tuple[str, dict[str, Any]]:
-    return name, {"help": what, **options} | ({"metavar": metavar} if metavar else {})
-
-
 def _parser() -> Parser:
     program = "python -m zaya_jax.checkpoint"
-    plain = argparse.RawDescriptionHelpFormatter  # keeps the example on one line
     what, example = "Manage the checkpoints of runs.", f"example: {program} ls runs/tiny"
-    parser = Parser(prog=program, description=what, epilog=example, formatter_class=plain)
+    parser = Parser(prog=program, description=what, epilog=example)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, (what, example, *options) in _verbs().items():
+
+    def add(name: str, what: str, example: str) -> Callable[..., Any]:
         about, epilog = f"{what[0].upper()}{what[1:]}.", f"example: {program} {name} {example}"
-        verb = verbs.add_parser(name, help=what, description=about, epilog=epilog, formatter_class=plain)
-        for option, settings in options:
-            verb.add_argument(option, **settings)
+        return verbs.add_parser(name, help=what, description=about, epilog=epilog).add_argument
+
+    run_dir: dict[str, Any] = {"help": "folder of the run", "metavar": "RUN_DIR", "type": Path}
+    checkpoint = {"help": _NAME, "metavar": "CHECKPOINT"}
+    output: dict[str, Any] = {"help": "new run folder", "metavar": "RUN_DIR", "required": True, "type": Path}
+    pair = "runs/tiny/checkpoints/200 runs/tiny/checkpoints/250"
+    add("ls", "list the checkpoints of a run and its status", "runs/tiny")("run_dir", **run_dir)
+    flag = add("verify", "read a checkpoint and compare it with its checksums", "runs/tiny --all")
+    flag("checkpoint", **checkpoint)
+    flag("--all", help="verify every checkpoint of the run RUN_DIR", action="store_true")
+    what = "print a checkpoint's metadata and the shape and norm of each array"
+    add("inspect", what, "runs/tiny")("checkpoint", **checkpoint)
+    flag = add("diff", "list the arrays and configuration keys that differ between two checkpoints", pair)
+    flag("first", **checkpoint)
+    flag("second", help="checkpoint to compare with", metavar="CHECKPOINT")
+    flag = add("prune", "remove old checkpoints of a run", "runs/tiny --keep 2 --dry-run")
+    flag("run_dir", **run_dir)
+    flag("--keep", help="keep the newest N checkpoints (at least 1)", metavar="N", type=int, required=True)
+    flag("--keep-every", help="also keep checkpoints at multiples of STEPS", metavar="STEPS", type=int)
+    best = "also keep the N checkpoints with the lowest held-out loss"
+    flag("--keep-best", help=best, metavar="N", type=int, default=0)
+    flag("--quarantined", help="also remove quarantined checkpoints", action="store_true")
+    flag("--dry-run", help="print what would be removed, and remove nothing", action="store_true")
+    flag = add("rollback", "quarantine newer checkpoints, so that a run resumes from an older one", "runs/tiny 200")
+    flag("run_dir", **run_dir)
+    flag("step", help="step of the checkpoint to resume from", metavar="STEP", type=int)
+    flag = add("average", "average checkpoints into a new one, usable as init_from", f"{pair} --output runs/average")
+    flag("checkpoints", **checkpoint, nargs="+")
+    flag("--output", **output)
+    base = "base model of the adapters (default: init_from of the newest checkpoint's run)"
+    flag("--base", help=base, metavar="SOURCE")
+    _add_hf(add, output)
     return parser
 
 
-def _verbs() -> dict[str, tuple[Any, ...]]:
-    """Return verb → what it does, an example, and its arguments."""
-    argument = _argument
-    run_dir = argument("run_dir", "folder of the run", "RUN_DIR", type=Path)
-    checkpoint = argument("checkpoint", _NAME, "CHECKPOINT")
-    hf_folder = argument("folder", "transformers folder: FOLDER or hf:FOLDER", "FOLDER")
-    output = argument("--output", "new run folder", "RUN_DIR", required=True, type=Path)
-    base = "base model of the adapters (default: init_from of {})"
+def _add_hf(add: Callable[..., Callable[..., Any]], output: dict[str, Any]) -> None:
+    hf_folder = {"help": "transformers folder: FOLDER or hf:FOLDER", "metavar": "FOLDER"}
+    what, example = "convert a transformers folder to a checkpoint", "models/ZAYA1-8B --output runs/zaya1_8b"
+    flag = add("import-hf", what, example)
+    flag("folder", **hf_folder)
+    flag("--output", **output)
+    flag("--allow-nonfinite", help="import NaN and infinite values too", action="store_true")
+    what = "convert a checkpoint to a folder that transformers, vLLM and SGLang load"
+    flag = add("export-hf", what, "runs/tiny exported/tiny --dtype float32")
+    flag("checkpoint", help=f"{_NAME}, or hf:FOLDER", metavar="CHECKPOINT")
+    flag("folder", help="new or empty output folder", metavar="FOLDER", type=Path)
+    flag("--dtype", help="dtype of the parameters (default: bfloat16)", default="bfloat16", choices=_DTYPES)
     layout = "tensor layout: hf for current transformers, legacy for the first release (default: hf)"
+    flag("--layout", help=layout, default="hf", choices=["hf", "legacy"])
     carry = "folder whose tokenizer and generation files are copied (default: the run's)"
-    peft = "write adapters as a folder of the peft library instead of merging them"
-    best = "also keep the N checkpoints with the lowest held-out loss"
-    pair = "runs/tiny/checkpoints/200 runs/tiny/checkpoints/250"
-    return {
-        "ls": ("list the checkpoints of a run and its status", "runs/tiny", run_dir),
-        "verify": (
-            "read a checkpoint and compare it with its checksums",
-            "runs/tiny --all",
-            checkpoint,
-            argument("--all", "verify every checkpoint of the run RUN_DIR", action="store_true"),
-        ),
-        "inspect": ("print a checkpoint's metadata and the shape and norm of each array", "runs/tiny", checkpoint),
-        "diff": (
-            "list the arrays and configuration keys that differ between two checkpoints",
-            pair,
-            argument("first", _NAME, "CHECKPOINT"),
-            argument("second", "checkpoint to compare with", "CHECKPOINT"),
-        ),
-        "prune": (
-            "remove old checkpoints of a run",
-            "runs/tiny --keep 2 --dry-run",
-            run_dir,
-            argument("--keep", "keep the newest N checkpoints (at least 1)", "N", type=int, required=True),
-            argument("--keep-every", "also keep checkpoints at multiples of STEPS", "STEPS", type=int),
-            argument("--keep-best", best, "N", type=int, default=0),
-            argument("--quarantined", "also remove quarantined checkpoints", action="store_true"),
-            argument("--dry-run", "print what would be removed, and remove nothing", action="store_true"),
-        ),
-        "rollback": (
-            "quarantine newer checkpoints, so that a run resumes from an older one",
-            "runs/tiny 200",
-            run_dir,
-            argument("step", "step of the checkpoint to resume from", "STEP", type=int),
-        ),
-        "average": (
-            "average checkpoints into a new one, usable as init_from",
-            f"{pair} --output runs/average",
-            argument("checkpoints", _NAME, "CHECKPOINT", nargs="+"),
-            output,
-            argument("--base", base.format("the newest checkpoint's run"), "SOURCE"),
-        ),
-        "import-hf": (
-            "convert a transformers folder to a checkpoint",
-            "models/ZAYA1-8B --output runs/zaya1_8b",
-            hf_folder,
-            output,
-            argument("--allow-nonfinite", "import NaN and infinite values too", action="store_true"),
-        ),
-        "export-hf": (
-            "convert a checkpoint to a folder that transformers, vLLM and SGLang load",
-            "runs/tiny exported/tiny --dtype float32",
-            argument("checkpoint", f"{_NAME}, or hf:FOLDER", "CHECKPOINT"),
-            argument("folder", "new or empty output folder", "FOLDER", type=Path),
-            argument("--dtype", "dtype of the parameters (default: bfloat16)", default="bfloat16", choices=_DTYPES),
-            argument("--layout", layout, default="hf", choices=["hf", "legacy"]),
-            argument("--carry", carry, "FOLDER", type=Path),
-            argument("--base", base.format("their run"), "SOURCE"),
-            argument("--peft", peft, action="store_true"),
-        ),
-        "verify-hf": ("compare logits of the released 8B with those of transformers", "models/ZAYA1-8B", hf_folder),
-    }
+    flag("--carry", help=carry, metavar="FOLDER", type=Path)
+    flag("--base", help="base model of the adapters (default: init_from of their run)", metavar="SOURCE")
+    flag("--peft", help="write adapters as a folder of the peft library instead of merging them", action="store_true")
+    what = "compare logits of the released 8B with those of transformers"
+    add("verify-hf", what, "models/ZAYA1-8B")("folder", **hf_folder)
 
 
 def _run(options: argparse.Namespace) -> ExitCode:

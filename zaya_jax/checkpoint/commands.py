@@ -58,8 +58,8 @@ def inspect(path: str) -> Iterator[str]:
     yield f"{'array':<{width}}{'dtype':<10}{'shape':<24}{'norm':>13}{'max abs':>13}"
     for name, slices in sorted(saved_slices(folder, manifest).items()):
         squares, largest, finite = 0.0, 0.0, True
-        for where in slices:
-            x = _float64(reader.read(name, read_slice(where)))
+        for span in slices:
+            x = _float64(reader.read(name, read_slice(span)))
             squares += float(np.vdot(x, x))
             largest = max(largest, float(np.abs(x).max(initial=0.0)))
             finite = finite and bool(np.isfinite(x).all())
@@ -91,8 +91,8 @@ def diff(first: str, second: str) -> Iterator[str]:
 def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slices: list[str]) -> str:
     """Describe how an array differs between two checkpoints; empty if it is bitwise equal."""
     same, squares, norm, largest = True, 0.0, 0.0, 0.0
-    for where in slices:
-        a, b = (reader.read(name, read_slice(where)) for reader in (first, second))
+    for span in slices:
+        a, b = (reader.read(name, read_slice(span)) for reader in (first, second))
         same = same and a.tobytes() == b.tobytes()
         x, y = _float64(a), _float64(b)
         squares, norm = squares + float(np.vdot(x - y, x - y)), norm + float(np.vdot(x, x))

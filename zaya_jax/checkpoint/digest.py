@@ -21,7 +21,7 @@ class ArrayPart(NamedTuple):
     """A slice of an array in host memory: the shard of one device, or a piece of it."""
 
     name: str
-    where: str  # its slice of the whole array, see `slice_text`
+    span: str  # its slice of the whole array, see `slice_text`
     data: np.ndarray
 
 
@@ -43,7 +43,7 @@ def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[ArrayPart]:
     ]
     for _, _, data in shards:
         data.copy_to_host_async()
-    return [piece for name, where, data in shards for piece in pieces(ArrayPart(name, where, np.asarray(data)))]
+    return [piece for name, span, data in shards for piece in pieces(ArrayPart(name, span, np.asarray(data)))]
 
 
 def pieces(part: ArrayPart) -> Iterator[ArrayPart]:
@@ -52,7 +52,7 @@ def pieces(part: ArrayPart) -> Iterator[ArrayPart]:
     if count <= 1:
         yield part
         return
-    first, *rest = read_slice(part.where)
+    first, *rest = read_slice(part.span)
     step = max(1, len(part.data) // count)
     for at in range(0, len(part.data), step):
         data = part.data[at : at + step]
@@ -65,15 +65,14 @@ def digests(parts: Iterable[ArrayPart]) -> Digests:
     parts, by_name = list(parts), {}
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         for part, text in zip(parts, pool.map(lambda part: array_digest(part.data), parts), strict=True):
-            by_name.setdefault(part.name, {})[part.where] = text
+            by_name.setdefault(part.name, {})[part.span] = text
     return by_name
 
 
 def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[str], dict[str, list[str]]]:
     """Compare this process's shards of `arrays` with the saved digests.
 
-    Returns:
-      The names of arrays that differ, and array name → saved slices that no local device holds completely.
+    Return the names of arrays that differ, and array name → saved slices that no local device holds completely.
     """
     jobs: list[tuple[str, str, np.ndarray]] = []
     not_held: dict[str, list[str]] = {}
@@ -81,15 +80,15 @@ def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[
         array = arrays[name]
         shards = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         held = {bounds: np.asarray(data) for bounds, data in shards.items()}
-        for where in parts:
-            saved = _bounds(read_slice(where), array.shape)
+        for span in parts:
+            saved = _bounds(read_slice(span), array.shape)
             for bounds, data in held.items():
                 axes = list(zip(saved, bounds, strict=True))
                 if all(c <= a and b <= d for (a, b), (c, d) in axes):
-                    jobs.append((name, where, data[tuple(slice(a - c, b - c) for (a, b), (c, _) in axes)]))
+                    jobs.append((name, span, data[tuple(slice(a - c, b - c) for (a, b), (c, _) in axes)]))
                     break
             else:
-                not_held.setdefault(name, []).append(where)
+                not_held.setdefault(name, []).append(span)
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         same = pool.map(lambda job: array_digest(job[2]) == expected[job[0]][job[1]], jobs)
         wrong = dict.fromkeys(job[0] for job, good in zip(jobs, same, strict=True) if not good)

@@ -12,16 +12,10 @@ from zaya_jax.run.versions import package_version
 
 def environment(kernels: str | None = None) -> dict[str, Any]:
     """Describe what two runs must share for bitwise equal results, with the digest of the table of `kernels`."""
-    return {
-        "jax": jax.__version__,
-        "jaxlib": package_version("jaxlib"),
-        "platform": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-        "devices": jax.device_count(),
-        "cpu": cpu_name(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "kernels": kernels,
-    }
+    devices = {"device": jax.devices()[0].device_kind, "devices": jax.device_count()}
+    host = {"cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))}
+    packages = {"jax": jax.__version__, "jaxlib": package_version("jaxlib")}
+    return {**packages, "platform": jax.default_backend(), **devices, **host, "kernels": kernels}
 
 
 def versions() -> dict[str, str]:

@@ -60,12 +60,10 @@ class LocalCopies:
                 _write(home, step, staged)
         except (OSError, ValueError) as error:  # ValueError: an invalid path
             warned, self._warned = self._warned, True
-            why = getattr(error, "strerror", None) or str(error)
-            where = f"cannot be written to checkpoint.local_dir ({self._home}): {why}"
-            warning = (
-                f"The local copy of the checkpoint of step {step} {where}. Training continues without local copies."
-            )
-            return "" if warned else warning
+            reason = getattr(error, "strerror", None) or str(error)
+            copy = f"The local copy of the checkpoint of step {step}"
+            problem = f"{copy} cannot be written to checkpoint.local_dir ({self._home}): {reason}"
+            return "" if warned else f"{problem}. Training continues without local copies."
         self._warned = False
         return ""
 
@@ -76,7 +74,7 @@ class LocalCopies:
         folder = self._home / str(step)
         try:
             index = read_json(folder / _INDEX)
-            files = {(name, where): folder / str(number) for number, (name, where) in enumerate(index)}
+            files = {(name, span): folder / str(number) for number, (name, span) in enumerate(index)}
             return {name: _array(name, leaf, files, digests[name]) for name, leaf in abstract.items()}
         except (OSError, ValueError, KeyError, TypeError):  # also raised by a damaged index
             return None
@@ -98,13 +96,13 @@ def _write(home: Path, step: int, staged: Mapping[tuple[str, str], np.ndarray]) 
 def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests: Mapping[str, str]) -> jax.Array:
     """Read one array of the copy; KeyError or ValueError if a part is missing or differs."""
 
-    def read(where: str) -> np.ndarray:
-        path, shape = files[name, where], [axis.stop - axis.start for axis in read_slice(where)]
+    def read(span: str) -> np.ndarray:
+        path, shape = files[name, span], [axis.stop - axis.start for axis in read_slice(span)]
         if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is allocated
-            raise ValueError(f"{path} does not have the size of {name}[{where}].")
+            raise ValueError(f"{path} does not have the size of {name}[{span}].")
         data = np.fromfile(path, leaf.dtype)
-        if array_digest(data) != digests[where]:
-            raise ValueError(f"{name}[{where}] does not match its checksum.")
+        if array_digest(data) != digests[span]:
+            raise ValueError(f"{name}[{span}] does not match its checksum.")
         return data.reshape(shape)
 
     return assemble(leaf, read)

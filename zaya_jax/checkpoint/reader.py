@@ -45,21 +45,20 @@ class CheckpointReader:
         # Arrays share one context, or each would read the storage index again.
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
 
-    def read(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
-        """Read the array `name`, or its part at the index `where`.
+    def read(self, name: str, index: tuple[Any, ...] = ()) -> np.ndarray:
+        """Read the array `name`, or its part at the index `index`.
 
-        Raises:
-          Damaged: a file is missing or cut, a checksum of the storage format differs, or the manifest contradicts it.
-          Unreadable: it could not be read for any other reason, also after a while where that can help.
+        `Damaged` if a file is missing or cut, a checksum of the storage format differs, or the manifest contradicts it;
+        `Unreadable` if it cannot be read for any other reason, also after a while where that can help.
         """
-        return retried(lambda: self._read(name, where))
+        return retried(lambda: self._read(name, index))
 
-    def _read(self, name: str, where: tuple[Any, ...]) -> np.ndarray:
+    def _read(self, name: str, index: tuple[Any, ...]) -> np.ndarray:
         try:
             leaf = self._leaves.get(name, {})
             if "at" in leaf:
-                return unpack_array(self._small_arrays(), leaf)[where]
-            return self._array(name, where)
+                return unpack_array(self._small_arrays(), leaf)[index]
+            return self._array(name, index)
         except (ValueError, TypeError, IndexError, OverflowError, OSError) as error:
             self._open.pop(name, None)
             message = f"The array {name} in {self.folder} cannot be read: {as_sentence(error)}"
@@ -76,11 +75,11 @@ class CheckpointReader:
         sizes = ((self.folder / name, size) for name, size in self._files.items())
         return any(not path.is_file() or path.stat().st_size != size for path, size in sizes)
 
-    def _array(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
+    def _array(self, name: str, index: tuple[Any, ...] = ()) -> np.ndarray:
         if name not in self._open:
             spec = {"driver": "zarr3", "kvstore": {**self._store, "path": f"{name}/"}}
             self._open[name] = tensorstore.open(spec, open=True, read=True, context=self._context).result()
-        return np.asarray(self._open[name][where].read().result())
+        return np.asarray(self._open[name][index].read().result())
 
     def _small_arrays(self) -> np.ndarray:
         with self._lock:  # the first thread reads for all
@@ -98,8 +97,8 @@ def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
 def saved_slices(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
     """Return the slices in which each array was saved; one slice of the whole array if that is unknown."""
     digests = read_digests(folder, manifest)
-    whole = {name: ",".join(f"0:{size}" for size in leaf["shape"]) for name, leaf in manifest.leaves.items()}
-    return {name: sorted(digests.get(name, {whole[name]: ""})) for name in manifest.leaves}
+    full_spans = {name: ",".join(f"0:{size}" for size in leaf["shape"]) for name, leaf in manifest.leaves.items()}
+    return {name: sorted(digests.get(name, {full_spans[name]: ""})) for name in manifest.leaves}
 
 
 def retried(read: Callable[[], T]) -> T:
@@ -115,8 +114,8 @@ def retried(read: Callable[[], T]) -> T:
 
 
 def _system_error(error: BaseException | None) -> int:
-    found = re.search(r"os_error_code='(\d+)'|OS error (\d+)", str(error))
-    return int(found[1] or found[2]) if found else getattr(error, "errno", None) or 0
+    match = re.search(r"os_error_code='(\d+)'|OS error (\d+)", str(error))
+    return int(match[1] or match[2]) if match else getattr(error, "errno", None) or 0
 
 
 def wrong_parts(
@@ -128,17 +127,17 @@ def wrong_parts(
     """
 
     def check(job: tuple[str, str, str]) -> str | None:
-        name, where, text = job
+        name, span, text = job
         try:
-            part = reader.read(name, read_slice(where))
+            part = reader.read(name, read_slice(span))
         except Damaged as error:
             return str(error)
         count(part.nbytes)
         if array_digest(part) == text:
             return None
-        return f"The array {name}[{where}] in {reader.folder} does not match its checksum."
+        return f"The array {name}[{span}] in {reader.folder} does not match its checksum."
 
-    jobs = [(name, where, text) for name, parts in expected.items() for where, text in parts.items()]
+    jobs = [(name, span, text) for name, parts in expected.items() for span, text in parts.items()]
     with ThreadPoolExecutor(_THREADS, "verify") as pool:
         yield from filter(None, pool.map(check, jobs))
 

@@ -39,11 +39,7 @@ def restore_newest(
     """Restore the newest intact checkpoint of a run; quarantine damaged ones, and `say` so.
 
     `prepare` returns the abstract state with its shardings for a manifest; it can raise `InputError`. Returns None if
-    no checkpoint was ever finished.
-
-    Raises:
-      InputError: raised by `prepare`, or the checkpoint's arrays do not match the state.
-      RunStopped: every checkpoint is damaged.
+    no checkpoint was ever finished. `InputError` if its arrays do not match the state, `RunStopped` if all are damaged.
     """
     folder, quarantined = store.folder, ""
     while steps := broadcast(names.named_steps(folder)):
@@ -143,7 +139,6 @@ def _restore(
 
 
 def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any], part: bool) -> None:
-    """Raise `InputError` if the checkpoint's arrays do not match the expected ones."""
 
     def mismatch(reason: str) -> InputError:
         return InputError(f"The checkpoint {folder} cannot be restored into this configuration: {reason}")
@@ -164,7 +159,7 @@ def _load(reader: CheckpointReader, expected: Mapping[str, Any]) -> dict[str, ja
 
     def load(name: str) -> jax.Array:
         leaf = expected[name]
-        array = assemble(leaf, lambda where: reader.read(name, read_slice(where)))
+        array = assemble(leaf, lambda span: reader.read(name, read_slice(span)))
         if array.dtype != leaf.dtype:  # 64 bits without JAX_ENABLE_X64
             problem = f"is {leaf.dtype}, but jax would truncate it to {array.dtype}; set JAX_ENABLE_X64=1."
             raise InputError(f"The array {name} in {reader.folder} {problem}")
@@ -192,6 +187,6 @@ def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], 
     assigned = read_digests(folder, manifest, jax.process_index(), jax.process_count())
     unread: Digests = {}
     for name, places in not_held.items():
-        unread[name] = {where: text for where, text in assigned.get(name, {}).items() if where in places}
+        unread[name] = {span: text for span, text in assigned.get(name, {}).items() if span in places}
     for sentence in wrong_parts(CheckpointReader(folder, manifest.leaves, manifest.files), unread):
         raise Damaged(sentence)

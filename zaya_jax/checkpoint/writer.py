@@ -62,11 +62,11 @@ def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[ArrayPa
         for part in parts:
             if part.name not in arrays:
                 arrays[part.name] = _create(store, part.name, leaves[part.name], part.data)
-            digests.setdefault(part.name, {})[part.where] = array_digest(part.data)
+            digests.setdefault(part.name, {})[part.span] = array_digest(part.data)
             progress.add(part.data.nbytes)
             if writing is not None:
                 writing.result()
-            place = arrays[part.name][read_slice(part.where)]
+            place = arrays[part.name][read_slice(part.span)]
             writing = pool.submit(lambda place=place, data=part.data: place.write(data).result())
         if writing is not None:
             writing.result()

@@ -50,11 +50,11 @@ _BY_BOUND = {
 LARGEST: dict[str, float] = {field: bound for bound, fields in _BY_BOUND.items() for field in fields.split()}
 
 
-def check_bounds(section: Any, where: str = "") -> None:
-    """Raise `InputError` if a number in `section`, whose key is `where`, or its subsections is out of bounds."""
+def check_bounds(section: Any, key: str = "") -> None:
+    """Raise `InputError` if a number in `section`, whose key is `key`, or its subsections is out of bounds."""
     for name, allowed in _ranges(type(section)).items():
         largest = LARGEST.get(f"{type(section).__name__}.{name}")
-        _check(getattr(section, name), f"{where}.{name}" if where else name, largest, allowed)
+        _check(getattr(section, name), f"{key}.{name}" if key else name, largest, allowed)
 
 
 @functools.cache
@@ -77,9 +77,9 @@ def _check(value: Any, key: str, largest: float | None, allowed: Range | None = 
         for name, item in value.items():
             _check(item, f"{key}.{name}", largest)
     elif isinstance(value, int | float):
-        whole = isinstance(value, int)
-        most = largest or (_INT if whole else _FLOAT)
-        require(whole or math.isfinite(value), key, value, "a finite number")
-        require(value <= most, key, value, f"at most {most:,}" if whole else f"at most {most:g}")
+        is_integer = isinstance(value, int)
+        most = largest or (_INT if is_integer else _FLOAT)
+        require(is_integer or math.isfinite(value), key, value, "a finite number")
+        require(value <= most, key, value, f"at most {most:,}" if is_integer else f"at most {most:g}")
         if allowed is not None:
             require(allowed.contains(value), key, value, allowed.words)

@@ -60,11 +60,11 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise InputError(f"{key} is {shown(value)}, but must be {allowed}.")
 
 
-def field_check(section: object, where: str) -> Callable[[str, bool, str], None]:
-    """Return `must(name, condition, allowed)`: `require` about the field `name` of a section whose key is `where`."""
+def field_check(section: object, key: str) -> Callable[[str, bool, str], None]:
+    """Return `must(name, condition, allowed)`: `require` about the field `name` of a section whose key is `key`."""
 
     def must(name: str, condition: bool, allowed: str) -> None:
-        require(condition, f"{where}.{name}" if where else name, getattr(section, name), allowed)
+        require(condition, f"{key}.{name}" if key else name, getattr(section, name), allowed)
 
     return must
 
@@ -100,8 +100,8 @@ def is_name(text: object) -> bool:
     return isinstance(text, str) and len(text) <= 200 and text.replace("-", "_").isidentifier()
 
 
-def item_keys(where: str, names: Sequence[object]) -> list[str]:
-    """Return the key of each item of the list `where`: its name if that is unique, else its index."""
+def item_keys(list_key: str, names: Sequence[object]) -> list[str]:
+    """Return the key of each item of the list `list_key`: its name if that is unique, else its index."""
     counts = Counter(name for name in names if isinstance(name, str))
     keys = (name if is_name(name) and counts[str(name)] == 1 else index for index, name in enumerate(names))
-    return [f"{where}.{key}" for key in keys]
+    return [f"{list_key}.{key}" for key in keys]

@@ -37,17 +37,15 @@ _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a configuration.
+    """Read and check a YAML file.
 
-    Args:
-      path: a YAML file. Its optional key `extends` is the path, relative to it, of a file whose values it overrides.
-        If a path that starts with `configs/` does not exist, the shipped file of that name is read.
-      overrides: `section.key=value`, applied last. A value is YAML; of a key that is text, such as a path, it is taken
-        as it stands, unless it is in quotes, or null. Address list items by their `name` or index, as in
-        `phases.midtrain.tokens=1_000_000`; the same works in a file.
+    Its optional key `extends` is the path, relative to it, of a file whose values it overrides. If a path that starts
+    with `configs/` does not exist, the shipped file of that name is read. Overrides, `section.key=value`, come last: a
+    value is YAML; of a key that is text, such as a path, it is taken as it stands, unless it is in quotes, or null.
+    Address list items by their `name` or index, as in `phases.midtrain.tokens=1_000_000`; the same works in a file.
 
-    Raises:
-      InputError: the file is missing or not YAML; a key is unknown or repeated; a value has the wrong type or is wrong.
+    `InputError` if a file is missing or not YAML, a key is unknown or repeated, or a value has the wrong type or is
+    wrong.
     """
     tree = _read(find(path), ())
     for override in overrides:
@@ -67,7 +65,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _is_text(parts: Sequence[str]) -> bool:
-    """Return whether the value of a dotted key is text."""
     hint: Any = Config
     for part in parts:
         section = next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
@@ -101,13 +98,13 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
-def flatten_keys(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts with dotted keys such as 'train.batch.tokens', each prefixed by `where`."""
+def flatten_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts with dotted keys such as 'train.batch.tokens', each prefixed by `prefix`."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from flatten_keys(value, f"{where}{key}.")
+            yield from flatten_keys(value, f"{prefix}{key}.")
         else:
-            yield f"{where}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def _plain(value: Any) -> Any:
@@ -147,17 +144,17 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     return _merge(_read(find(base, path.parent), (*readers, path.resolve())), tree)
 
 
-def _merge(old: Any, value: Any, where: str = "") -> Any:
+def _merge(old: Any, value: Any, section: str = "") -> Any:
     """Override `old` by `value`, a section key by key."""
     if isinstance(old, dict) and isinstance(value, dict):
-        return old | {key: _merge(old.get(key), item, _join(where, key)) for key, item in value.items()}
-    return _merge_items(old, value, where) if isinstance(old, list) and isinstance(value, dict) else value
+        return old | {key: _merge(old.get(key), item, _join(section, key)) for key, item in value.items()}
+    return _merge_items(old, value, section) if isinstance(old, list) and isinstance(value, dict) else value
 
 
-def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[Any]:
+def _merge_items(base: list[Any], over: Mapping[str, Any], section: str) -> list[Any]:
     """Override items of the list `base`, each addressed by its `name` or index."""
     merged = list(base)
-    names = _names(base, PhaseConfig if where == "phases" else None)
+    names = _names(base, PhaseConfig if section == "phases" else None)
     for key, value in over.items():
         if key in names:
             index = names.index(key)
@@ -165,10 +162,10 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
             index = int(key)
         else:
             known = [str(place) + (f" ({name})" if isinstance(name, str) else "") for place, name in enumerate(names)]
-            hint = did_you_mean(key, [name for name in names if isinstance(name, str)], f"{where}.")
-            items = f"the items of {where} are {', '.join(known[:9]) or 'none'}"
-            raise InputError(f"There is no {shown(_join(where, key))}; {items}.{hint}")
-        merged[index] = _merge(merged[index], value, _join(where, key))
+            hint = did_you_mean(key, [name for name in names if isinstance(name, str)], f"{section}.")
+            items = f"the items of {section} are {', '.join(known[:9]) or 'none'}"
+            raise InputError(f"There is no {shown(_join(section, key))}; {items}.{hint}")
+        merged[index] = _merge(merged[index], value, _join(section, key))
     return merged
 
 
@@ -210,35 +207,35 @@ def _suggest_full_keys(name: str, tree: Mapping[str, Any]) -> str:
     return f" Did you mean {' or '.join(keys[:3])}?" if keys else ""
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
+def _convert(hint: Any, value: Any, key: str) -> Any:
     """Convert `value` to the type `hint`, or raise an error that names the key."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where)
+        return _build(typing.cast(type, hint), value, key)
     if origin in (types.UnionType, typing.Union):  # only `X | None` is used
-        return None if value is None else _convert(args[0], value, where)
+        return None if value is None else _convert(args[0], value, key)
     if origin is typing.Literal:
         if value in args:
             return value
         nearest = did_you_mean(value, args) if isinstance(value, str) else ""
-        raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}.{nearest}")
+        raise InputError(f"{key} is {shown(value)}, but must be one of {', '.join(args)}.{nearest}")
     if origin is tuple:
-        require(isinstance(value, list), where, value, "a list")
-        keys = item_keys(where, _names(value, args[0]))
-        return tuple(_convert(args[0], item, key) for item, key in zip(value, keys, strict=True))
+        require(isinstance(value, list), key, value, "a list")
+        keys = item_keys(key, _names(value, args[0]))
+        return tuple(_convert(args[0], item, item_key) for item, item_key in zip(value, keys, strict=True))
     if origin is Table:
-        require(isinstance(value, dict), where, value, "a section of names and values")
+        require(isinstance(value, dict), key, value, "a section of names and values")
         # A file that extends another can remove an entry by setting it to null.
         entries = {name: item for name, item in value.items() if item is not None}
-        return Table({name: _convert(args[0], item, _join(where, name)) for name, item in entries.items()})
+        return Table({name: _convert(args[0], item, _join(key, name)) for name, item in entries.items()})
     if hint in (int, float):
-        return _number(hint, value, where)
+        return _number(hint, value, key)
     if type(value) is not hint:
-        raise _wrong_kind(value, where, {str: "text", bool: "true or false"}[hint])
+        raise _wrong_kind(value, key, {str: "text", bool: "true or false"}[hint])
     return value
 
 
-def _number(hint: type, value: Any, where: str) -> int | float:
+def _number(hint: type, value: Any, key: str) -> int | float:
     """Convert `value` to an int or a float; YAML reads 1e-3 and 1e6 as text, but they are valid numbers here."""
     if type(value) is hint is int:  # `True` is an int to isinstance
         return value
@@ -247,25 +244,25 @@ def _number(hint: type, value: Any, where: str) -> int | float:
         number = float(value) if type(value) in (int, float) or is_text else math.nan
         if math.isfinite(number) and (hint is float or number.is_integer()):
             return hint(number)
-    raise _wrong_kind(value, where, "a whole number" if hint is int else "a finite number")
+    raise _wrong_kind(value, key, "a whole number" if hint is int else "a finite number")
 
 
-def _wrong_kind(value: Any, where: str, allowed: str) -> InputError:
+def _wrong_kind(value: Any, key: str, allowed: str) -> InputError:
     type_name = "" if value is None else f" ({kind(value)})"
-    return InputError(f"{where} is {shown(value)}{type_name}, but must be {allowed}.")
+    return InputError(f"{key} is {shown(value)}{type_name}, but must be {allowed}.")
 
 
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+def _join(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else key
 
 
-def override_keys(tree: Mapping[str, Any], cls: Any = Config, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each leaf key of a section, such as `train.batch.tokens`, with the prefix `where`, and its type.
+def override_keys(tree: Mapping[str, Any], cls: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each leaf key of a section, such as `train.batch.tokens`, with the prefix `prefix`, and its type.
 
     The names of phases and sources are those of `tree`, a configuration as `to_dict` returns it.
     """
     for name, hint in _type_hints(cls).items():
-        kinds, value, key = (hint, *typing.get_args(hint)), tree.get(name), f"{where}{name}"
+        kinds, value, key = (hint, *typing.get_args(hint)), tree.get(name), f"{prefix}{name}"
         section = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
         if section is None:
             yield key, hint

@@ -74,9 +74,9 @@ class ModelConfig:
         must("num_query_heads", self.num_query_heads % heads == 0, f"a multiple of model.num_kv_heads ({heads})")
         must("router_layers", 1 <= self.router_layers <= 3, "1, 2 or 3")
         for part, key in _ABLATED.items():
-            whole, default = getattr(ModelConfig, key), getattr(ModelConfig, part)
-            condition = f"unless model.{key} is {whole} (it is {getattr(self, key)})"
-            is_used = getattr(self, key) == whole
+            complete, default = getattr(ModelConfig, key), getattr(ModelConfig, part)
+            condition = f"unless model.{key} is {complete} (it is {getattr(self, key)})"
+            is_used = getattr(self, key) == complete
             must(part, is_used or getattr(self, part) == default, f"{shown(default)} {condition}")
         halves = "even if model.num_kv_heads is odd: half of the value channels are delayed"
         must("head_dim", (heads * self.head_dim) % 2 == 0, halves)

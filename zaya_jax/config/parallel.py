@@ -43,11 +43,16 @@ class ParallelConfig:
     @property
     def chunks(self) -> int:
         """Number of equal chunks that a sequence is cut into."""
-        return self.context * (2 if self.context > 1 and self.context_layout == "zigzag" else 1)
+        return self.context * self.pieces
 
-    def check(self, where: str, model: ModelConfig, contexts: Mapping[str, int]) -> None:
+    @property
+    def pieces(self) -> int:
+        """Number of chunks of a sequence that a device holds."""
+        return 2 if self.context > 1 and self.context_layout == "zigzag" else 1
+
+    def check(self, key: str, model: ModelConfig, contexts: Mapping[str, int]) -> None:
         """Raise `InputError` if an axis does not divide what it splits; `contexts`: sequence lengths by key."""
-        must, reach = field_check(self, where), model.convolution_reach
+        must, reach = field_check(self, key), model.convolution_reach
         must("expert", model.num_experts % self.expert == 0, f"a divisor of model.num_experts ({model.num_experts})")
         for name, length in contexts.items():
             chunks = f"{self.chunks}, the number of chunks with context_layout {self.context_layout}"
@@ -57,16 +62,16 @@ class ParallelConfig:
             must("context", is_long, f"such that a chunk of {name} has {tokens}")
 
 
-def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") -> dict[str, int]:
-    """Return the number of devices along each axis of the layout at `where`; `InputError` if they are not `devices`."""
+def axis_sizes(config: ParallelConfig, devices: int, key: str = "parallel") -> dict[str, int]:
+    """Return the number of devices along each axis of the layout at `key`; `InputError` if they are not `devices`."""
     sizes = {axis: getattr(config, axis) for axis in AXES if axis != "data"}
     fixed = math.prod(sizes.values())
     data = devices // fixed if config.data is None else config.data
     if data * fixed != devices:
-        axes = " × ".join(f"{where}.{axis} {size}" for axis, size in sizes.items())
+        axes = " × ".join(f"{key}.{axis} {size}" for axis, size in sizes.items())
         there = f"{devices}, the number of devices in this job."
         if config.data is None:
             raise InputError(f"{axes} is {fixed}, but must divide {there}")
-        remedy = f"Change one, or set {where}.data=null to compute it."
-        raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {there} {remedy}")
+        remedy = f"Change one, or set {key}.data=null to compute it."
+        raise InputError(f"{key}.data {data} × {axes} is {data * fixed}, but must be {there} {remedy}")
     return {"data": data, **sizes}

@@ -31,15 +31,15 @@ class ScheduleConfig:
     warmup_tokens: NonNegative[int] = 0  # length of the warm-up
     decay_tokens: int | None = None  # length of the decay at the end; wsd only
 
-    def check(self, where: str) -> None:
-        """Raise `InputError` if a value is out of range; `where` is the schedule's key."""
-        must = field_check(self, where)
+    def check(self, key: str) -> None:
+        """Raise `InputError` if a value is out of range; `key` is the schedule's key."""
+        must = field_check(self, key)
         in_range = self.final >= 0 and (self.shape == "constant" or self.final <= self.peak)
-        must("final", in_range, f"at least 0 and at most {where}.peak ({self.peak})")
+        must("final", in_range, f"at least 0 and at most {key}.peak ({self.peak})")
         if self.shape == "wsd":
-            must("decay_tokens", (self.decay_tokens or 0) > 0, f"greater than 0 if {where}.shape is wsd")
+            must("decay_tokens", (self.decay_tokens or 0) > 0, f"greater than 0 if {key}.shape is wsd")
         else:
-            must("decay_tokens", self.decay_tokens is None, f"null unless {where}.shape is wsd (it is {self.shape})")
+            must("decay_tokens", self.decay_tokens is None, f"null unless {key}.shape is wsd (it is {self.shape})")
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,21 @@ class BatchConfig:
     # sequences per device in a micro-batch, or all of a step (as with null) if a ramp has fewer
     micro_batch: Positive[int] | None = None
 
-    def check(self, where: str) -> None:
-        """Raise `InputError` if a value is out of range; `where` is the batch's key."""
-        must, sizes = field_check(self, where), [size.tokens for size in self.stepped]
+    def check(self, key: str) -> None:
+        """Raise `InputError` if a value is out of range; `key` is the batch's key."""
+        must, sizes = field_check(self, key), [size.tokens for size in self.stepped]
         if self.start is None:
-            must("ramp_tokens", self.ramp_tokens == 0, f"0 unless {where}.start is set")
+            must("ramp_tokens", self.ramp_tokens == 0, f"0 unless {key}.start is set")
         else:
             divides = self.start < self.tokens and self.tokens % self.start == 0
-            must("start", divides, f"a divisor of {where}.tokens ({self.tokens}) and smaller than it")
-            must("ramp_tokens", self.ramp_tokens > 0, f"greater than 0 if {where}.start is set")
-            require(not sizes, f"{where}.stepped", sizes, f"empty if {where}.start is set")
+            must("start", divides, f"a divisor of {key}.tokens ({self.tokens}) and smaller than it")
+            must("ramp_tokens", self.ramp_tokens > 0, f"greater than 0 if {key}.start is set")
+            require(not sizes, f"{key}.stepped", sizes, f"empty if {key}.start is set")
         allowed = f"a list of at most {MAX_SIZES - 1} sizes (each one is compiled)"
-        require(len(sizes) < MAX_SIZES, f"{where}.stepped", sizes, allowed)
+        require(len(sizes) < MAX_SIZES, f"{key}.stepped", sizes, allowed)
         before = 0
         for index, size in enumerate(self.stepped):
-            require(size.until > before, f"{where}.stepped.{index}.until", size.until, f"greater than {before}")
+            require(size.until > before, f"{key}.stepped.{index}.until", size.until, f"greater than {before}")
             before = size.until
 
     def sizes(self) -> list[tuple[int | None, int]]:
@@ -113,15 +113,15 @@ class PhaseConfig:
     remat: Remat | None = None  # what the backward pass recomputes; null: train.remat
     parallel: ParallelConfig | None = None  # layout on the devices; null: parallel
 
-    def check(self, where: str) -> None:
-        """Raise `InputError` if a value is out of range; `where` is the phase's key."""
-        require(is_name(self.name), f"{where}.name", self.name, NAME)
+    def check(self, key: str) -> None:
+        """Raise `InputError` if a value is out of range; `key` is the phase's key."""
+        require(is_name(self.name), f"{key}.name", self.name, NAME)
         for name, weight in self.mixture.items():
-            require(weight >= 0, f"{where}.mixture.{name}", weight, "at least 0 (0 only evaluates the source)")
-        is_read, one = not self.mixture or any(self.mixture.values()), "at least one source has a weight greater than 0"
-        require(is_read, f"{where}.mixture", dict(self.mixture), f"a table in which {one}")
-        require_path(f"{where}.template", self.template)
+            require(weight >= 0, f"{key}.mixture.{name}", weight, "at least 0 (0 only evaluates the source)")
+        allowed = "a table in which at least one source has a weight greater than 0"
+        require(not self.mixture or any(self.mixture.values()), f"{key}.mixture", dict(self.mixture), allowed)
+        require_path(f"{key}.template", self.template)
         if self.schedule is not None:
-            self.schedule.check(f"{where}.schedule")
+            self.schedule.check(f"{key}.schedule")
         if self.batch is not None:
-            self.batch.check(f"{where}.batch")
+            self.batch.check(f"{key}.batch")

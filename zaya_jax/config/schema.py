@@ -160,14 +160,14 @@ class Config:
             phase.check(self.phase_key(index))
         names, sources = [phase.name for phase in self.phases], self.data.source_names
         for index, phase in enumerate(self.phases):
-            where, context = self.phase_key(index), self.context_for(phase)
-            require(phase.name not in names[:index], f"{where}.name", phase.name, "unique among the phases")
-            require(context <= longest, f"{where}.context", context, fits)
+            phase_key, context = self.phase_key(index), self.context_for(phase)
+            require(phase.name not in names[:index], f"{phase_key}.name", phase.name, "unique among the phases")
+            require(context <= longest, f"{phase_key}.context", context, fits)
             for source in phase.mixture:
                 known = f"a configured source: {', '.join(sources)}"
-                require(source in sources, f"{where}.mixture", source, known)
-            context_key = "data.context" if phase.context is None else f"{where}.context"
-            self._check_batch(phase, where, context_key)
+                require(source in sources, f"{phase_key}.mixture", source, known)
+            context_key = "data.context" if phase.context is None else f"{phase_key}.context"
+            self._check_batch(phase, phase_key, context_key)
             self.parallel_for(phase).check(self.parallel_key(phase), self.model, {context_key: context})
         is_phase = self.start_phase is None or self.start_phase in names
         must("start_phase", is_phase, f"one of {', '.join(names)}")
@@ -191,17 +191,17 @@ class Config:
         has_base = self.lora is None or self.init_from is not None
         must("init_from", has_base, "set if lora is set: adapters modify an existing model")
 
-    def _check_batch(self, phase: PhaseConfig, where: str, context_key: str) -> None:
+    def _check_batch(self, phase: PhaseConfig, phase_key: str, context_key: str) -> None:
         batch, context, key = self.batch_for(phase), self.context_for(phase), self.batch_key(phase)
-        must, whole = field_check(batch, key), f"a multiple of {context_key} ({context}): a step consists of whole rows"
+        must, rule = field_check(batch, key), f"a multiple of {context_key} ({context}): a step consists of whole rows"
         for index, size in enumerate(batch.stepped):
-            require(size.tokens % context == 0, f"{key}.stepped.{index}.tokens", size.tokens, whole)
-        must("tokens", batch.tokens % context == 0, whole)
-        must("start", (batch.start or 0) % context == 0, whole)
+            require(size.tokens % context == 0, f"{key}.stepped.{index}.tokens", size.tokens, rule)
+        must("tokens", batch.tokens % context == 0, rule)
+        must("start", (batch.start or 0) % context == 0, rule)
         for _, tokens in batch.sizes():
             rows = tokens // context
             divides = batch.micro_batch is None or rows % batch.micro_batch == 0
-            must("micro_batch", divides, f"a divisor of the {rows} sequences per step of {where}")
+            must("micro_batch", divides, f"a divisor of the {rows} sequences per step of {phase_key}")
 
     def _check_schedules(self) -> None:
         """Reject a warm-up or a decay longer than the phases that its schedule spans."""

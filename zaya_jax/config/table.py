@@ -10,7 +10,6 @@ class Table(Mapping[str, Value], Generic[Value]):
     """An immutable, ordered mapping; tables are equal if their items are, in the same order."""
 
     def __init__(self, entries: Mapping[str, Value] | None = None) -> None:
-        """Copy `entries`; None gives an empty table."""
         self._entries = dict(entries or {})
 
     def __getitem__(self, name: str) -> Value:

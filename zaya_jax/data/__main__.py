@@ -11,30 +11,6 @@ from zaya_jax.run.parser import Parser
 from zaya_jax.run.typed_name import typed_name
 
 _PROGRAM = "python -m zaya_jax.data"
-_HELP = {
-    "--input": "files and folders: text, .jsonl (.gz, .zst), .parquet, saved Hugging Face datasets, Megatron .bin with "
-    ".idx",
-    "--tokenizer": "a tokenizer.json of the tokenizers library, or a folder that has one",
-    "--output": "new folder, or the folder of an interrupted preparation",
-    "--chat": "read conversations (lists of messages) instead of text",
-    "--field": "JSON key or column to read (default: text, or messages with --chat)",
-    "--suffixes": "suffixes of text files; each file is one document (default: .txt)",
-    "--eot": "token that ends a document (default: the tokenizer's, if it has a common one)",
-    "--bos": "token that begins a document, or 'none' (default: bos_token in tokenizer_config.json next to the "
-    "tokenizer)",
-    "--heldout": "fraction of documents to hold out, chosen by a hash of their content (default: 0.01)",
-    "--max-bad": "maximum number of unusable documents to skip (default: 0)",
-    "--workers": "number of processes (default: one per core)",
-    "--task": "index of this task, from 0 (default: 0)",
-    "--of": "number of tasks that share the work (default: 1)",
-    "folder": "the --output folder of prepare",
-    "config": "YAML file of the configuration",
-    "overrides": "values that override the configuration's",
-    "--png": "write a histogram of document lengths to FILE",
-    "--samples": "number of rows to print per phase and source (default: 1)",
-    "--step-seconds": "seconds per step, to estimate the storage I/O (default: 2.5)",
-    "--max-iops": "reads per second that the storage sustains (default: 70000)",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,47 +27,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    plain = argparse.RawDescriptionHelpFormatter  # keeps examples on one line
     example = f"example: {_PROGRAM} "
     summary = "Prepare and inspect training data."
-    parser = Parser(
-        prog=_PROGRAM, description=summary, epilog=f"{example}describe configs/tiny.yaml", formatter_class=plain
-    )
+    parser = Parser(prog=_PROGRAM, description=summary, epilog=f"{example}describe configs/tiny.yaml")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def verb(run: Callable[[argparse.Namespace], None], name: str, summary: str, arguments: str) -> Callable:
         """Add a verb with an example of its arguments, and return a function that adds one."""
         texts = {"help": summary, "description": run.__doc__, "epilog": f"{example}{name} {arguments}"}
-        added = verbs.add_parser(name, **texts, formatter_class=plain)
+        added = verbs.add_parser(name, **texts)
         added.set_defaults(run=run)
-        return lambda argument, **settings: added.add_argument(argument, help=_HELP[argument], **settings)
+        return lambda argument, text, **settings: added.add_argument(argument, help=text, **settings)
 
     arguments = "--input corpus/*.jsonl.gz --tokenizer tokenizer.json --output data/web"
     add = verb(_prepare, "prepare", "tokenize documents into shards", arguments)
-    add("--input", nargs="+", required=True, metavar="PATH")
-    add("--tokenizer", required=True, metavar="PATH")
-    add("--output", required=True, type=Path, metavar="FOLDER")
-    add("--chat", action="store_true")
-    add("--field", metavar="NAME")
-    add("--suffixes", nargs="+", default=[".txt"], metavar="SUFFIX")
-    add("--eot", metavar="TOKEN")
-    add("--bos", metavar="TOKEN")
-    add("--heldout", type=float, default=0.01, metavar="FRACTION")
-    add("--max-bad", type=int, default=0, metavar="N")
-    add("--workers", type=int, metavar="N")
-    add("--task", type=int, default=0, metavar="K")
-    add("--of", type=int, default=1, metavar="N")
+    kinds = "text, .jsonl (.gz, .zst), .parquet, saved Hugging Face datasets, Megatron .bin with .idx"
+    add("--input", f"files and folders: {kinds}", nargs="+", required=True, metavar="PATH")
+    text = "a tokenizer.json of the tokenizers library, or a folder that has one"
+    add("--tokenizer", text, required=True, metavar="PATH")
+    text = "new folder, or the folder of an interrupted preparation"
+    add("--output", text, required=True, type=Path, metavar="FOLDER")
+    add("--chat", "read conversations (lists of messages) instead of text", action="store_true")
+    add("--field", "JSON key or column to read (default: text, or messages with --chat)", metavar="NAME")
+    text = "suffixes of text files; each file is one document (default: .txt)"
+    add("--suffixes", text, nargs="+", default=[".txt"], metavar="SUFFIX")
+    add("--eot", "token that ends a document (default: the tokenizer's, if it has a common one)", metavar="TOKEN")
+    default = "bos_token in tokenizer_config.json next to the tokenizer"
+    add("--bos", f"token that begins a document, or 'none' (default: {default})", metavar="TOKEN")
+    text = "fraction of documents to hold out, chosen by a hash of their content (default: 0.01)"
+    add("--heldout", text, type=float, default=0.01, metavar="FRACTION")
+    add("--max-bad", "maximum number of unusable documents to skip (default: 0)", type=int, default=0, metavar="N")
+    add("--workers", "number of processes (default: one per core)", type=int, metavar="N")
+    add("--task", "index of this task, from 0 (default: 0)", type=int, default=0, metavar="K")
+    add("--of", "number of tasks that share the work (default: 1)", type=int, default=1, metavar="N")
 
     add = verb(_merge, "merge", "finish a preparation after all its tasks are done", "data/web")
-    add("folder", type=Path, metavar="FOLDER")
+    add("folder", "the --output folder of prepare", type=Path, metavar="FOLDER")
 
     add = verb(_describe, "describe", "report on a run's data", "configs/tiny.yaml --samples 2")
-    add("config", metavar="CONFIG")
-    add("overrides", nargs="*", metavar="section.key=value")
-    add("--png", type=Path, metavar="FILE")
-    add("--samples", type=int, default=1, metavar="N")
-    add("--step-seconds", type=float, default=2.5, metavar="S")
-    add("--max-iops", type=float, default=70_000, metavar="N")
+    add("config", "YAML file of the configuration", metavar="CONFIG")
+    add("overrides", "values that override the configuration's", nargs="*", metavar="section.key=value")
+    add("--png", "write a histogram of document lengths to FILE", type=Path, metavar="FILE")
+    add("--samples", "number of rows to print per phase and source (default: 1)", type=int, default=1, metavar="N")
+    text = "seconds per step, to estimate the storage I/O (default: 2.5)"
+    add("--step-seconds", text, type=float, default=2.5, metavar="S")
+    text = "reads per second that the storage sustains (default: 70000)"
+    add("--max-iops", text, type=float, default=70_000, metavar="N")
     return parser
 
 

@@ -136,7 +136,6 @@ def _lengths(share: SourceShare) -> np.ndarray:
 
 
 def _documents_per_row(phase: PhasePlan) -> float:
-    """Return the average number of documents, whole or in part, per row of the phase."""
     read = [share for share in phase.shares.values() if share.rows]
     documents = [share.rows * max(1.0, phase.context / float(_lengths(share).mean())) for share in read]
     return sum(documents) / sum(share.rows for share in read)

@@ -46,9 +46,9 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
             raise InputError(f"The tokenizer file {tokenizer} has {' and '.join(known)}; {advice}.")
         begin = known[0] if known else loaded.eot_text
     if begin is not None and loaded.token_id(begin) is None:
-        where = "--bos" if bos is not None else f"bos_token of {path}"
+        origin = "--bos" if bos is not None else f"bos_token of {path}"
         advice = "pass --bos with one of its tokens, or none"
-        raise InputError(f"{where} is {begin!r}, which the tokenizer file {tokenizer} does not have; {advice}.")
+        raise InputError(f"{origin} is {begin!r}, which the tokenizer file {tokenizer} does not have; {advice}.")
     return SpecialTokens(loaded.eot_text, begin, eos if "eos_token" in config else loaded.eot_text)
 
 

@@ -5,13 +5,13 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, RunStopped, exit_message
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.command_output import prepare_streams, run_command
+from zaya_jax.run.options import MODEL_PATH, add_job
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
@@ -48,52 +48,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(run)
 
 
-_PATH = (
-    "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), RUN_DIR/checkpoints/STEP, or a "
-    "transformers folder; adapters are merged into their base"
-)
-_PEER = "model to score with transformers in the same way, such as hf:Qwen/Qwen3-4B; can be given several times"
-_CODE = "allow tasks that execute code which the model writes, on this machine"
-_POLL = "seconds to wait between checks of the run folder (--follow only; default: 30)"
-_OUTPUT = (
-    "JSON file to write (default: RUN_DIR/evaluations/NAME-STEP.json; with --follow, RUN_DIR/evaluations/NAME.jsonl). "
-    "NAME is heldout, or what is scored (the name of the --config file, else the tasks) and 8 digits of a sha256 of "
-    "all settings that change a score"
-)
-_DTYPE = "dtype to compute tasks and texts in (default: bfloat16 on GPUs, float32 on CPUs)"
-_TOKENS = "tokens of a device in one forward pass (tasks and texts only; default: 8192)"
-_ROWS = "continuations that a device writes at once (tasks only; default: 16)"
-_NUMBER, _FILE, _SWITCH = {"type": int, "metavar": "N"}, {"metavar": "FILE"}, {"action": "store_true"}
-# Of each flag its help, and the other arguments of `add_argument`.
-_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "path": (_PATH, {"metavar": "PATH"}),
-    "--text": ("plain-text files to score", {"nargs": "+", "default": [], **_FILE}),
-    "--tasks": ("tasks, groups or tags of lm-eval, with their own settings", {"metavar": "A,B"}),
-    "--config": ("suite of tasks, such as configs/evals/base.yaml", _FILE),
-    "--task-folder": ("folder of more tasks, as lm-eval's YAML files", {"type": Path, "metavar": "FOLDER"}),
-    "--limit": ("score only the first N items of each task, for a trial", _NUMBER),
-    "--peer": (_PEER, {"action": "append", "default": [], "metavar": "hf:NAME"}),
-    "--run-generated-code": (_CODE, _SWITCH),
-    "--follow": ("score each checkpoint of the run PATH as it appears, until training ends", _SWITCH),
-    "--poll": (_POLL, {"type": float, "metavar": "SECONDS"}),
-    "--output": (_OUTPUT, {"type": Path, **_FILE}),
-    "--seed": ("seed of samples and of examples in prompts (tasks only; default: 0)", _NUMBER),
-    "--dtype": (_DTYPE, {"choices": ("float32", "bfloat16")}),
-    "--tokenizer": ("tokenizer to use in place of the model's own", {"metavar": "FOLDER"}),
-    "--batch-tokens": (_TOKENS, _NUMBER),
-    "--batch-rows": (_ROWS, _NUMBER),
-    "--coordinator": ("address of process 0 (default: set by the launcher)", {"metavar": "HOST:PORT"}),
-    "--processes": ("number of processes in the job (default: set by the launcher)", _NUMBER),
-    "--process": ("index of this process, from 0 (default: set by the launcher)", {**_NUMBER, "metavar": "I"}),
-}
-
-
 def _parser() -> Parser:
     description = "Score a model. Without --text, --tasks and --config: the held-out loss of a run."
-    texts = {"prog": "python -m zaya_jax.evaluate", "description": description, "epilog": _EXAMPLES}
-    parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
-    for name, (text, settings) in _FLAGS.items():
-        parser.add_argument(name, help=text, **settings)
+    parser = Parser(prog="python -m zaya_jax.evaluate", description=description, epilog=_EXAMPLES)
+    flag, number = parser.add_argument, {"type": int, "metavar": "N"}
+    flag("path", metavar="PATH", help=MODEL_PATH)
+    flag("--text", nargs="+", default=[], metavar="FILE", help="plain-text files to score")
+    flag("--tasks", metavar="A,B", help="tasks, groups or tags of lm-eval, with their own settings")
+    flag("--config", metavar="FILE", help="suite of tasks, such as configs/evals/base.yaml")
+    flag("--task-folder", type=Path, metavar="FOLDER", help="folder of more tasks, as lm-eval's YAML files")
+    flag("--limit", help="score only the first N items of each task, for a trial", **number)
+    text = "model to score with transformers in the same way, such as hf:Qwen/Qwen3-4B; can be given several times"
+    flag("--peer", action="append", default=[], metavar="hf:NAME", help=text)
+    text = "allow tasks that execute code which the model writes, on this machine"
+    flag("--run-generated-code", action="store_true", help=text)
+    text = "score each checkpoint of the run PATH as it appears, until training ends"
+    flag("--follow", action="store_true", help=text)
+    text = "seconds to wait between checks of the run folder (--follow only; default: 30)"
+    flag("--poll", type=float, metavar="SECONDS", help=text)
+    name = "NAME is heldout, or what is scored (the name of the --config file, else the tasks) and 8 digits of a sha256"
+    default = "RUN_DIR/evaluations/NAME-STEP.json; with --follow, RUN_DIR/evaluations/NAME.jsonl"
+    text = f"JSON file to write (default: {default}). {name} of all settings that change a score"
+    flag("--output", type=Path, metavar="FILE", help=text)
+    flag("--seed", help="seed of samples and of examples in prompts (tasks only; default: 0)", **number)
+    text = "dtype to compute tasks and texts in (default: bfloat16 on GPUs, float32 on CPUs)"
+    flag("--dtype", choices=("float32", "bfloat16"), help=text)
+    flag("--tokenizer", metavar="FOLDER", help="tokenizer to use in place of the model's own")
+    text = "tokens of a device in one forward pass (tasks and texts only; default: 8192)"
+    flag("--batch-tokens", help=text, **number)
+    flag("--batch-rows", help="continuations that a device writes at once (tasks only; default: 16)", **number)
+    add_job(parser)
     return parser
 
 

@@ -34,8 +34,6 @@ _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
 
 
 class _Subject(NamedTuple):
-    """The model to score."""
-
     source: str
     run: Path | None  # None for a `transformers` folder
     step: int | None
@@ -83,7 +81,7 @@ def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts
 
 
 def _failed(record: dict[str, Any]) -> list[str]:
-    return [said for result in record.get("tasks", {}).values() for said in result.get("failed", ())]
+    return [message for result in record.get("tasks", {}).values() for message in result.get("failed", ())]
 
 
 def _require_all(failed: Sequence[str]) -> None:
@@ -132,8 +130,8 @@ def _name(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[st
     settings = {key: None if value is None else str(expanded(value).resolve()) for key, value in folders.items()}
     settings |= {"seed": options.seed, "limit": options.limit, "dtype": options.dtype, "peers": options.peer}
     digests = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()}
-    whole = {"suite": None if suite is None else to_dict(suite), "texts": digests, **settings}
-    return results.evaluation_name(scored, whole)
+    identity = {"suite": None if suite is None else to_dict(suite), "texts": digests, **settings}
+    return results.evaluation_name(scored, identity)
 
 
 def _subject(source: str) -> _Subject:
@@ -166,8 +164,9 @@ def _score_heldout(subject: _Subject, heldout: OpenHeldout) -> dict[str, Any]:
     if is_primary():
         print("Scoring the held-out text of the run", flush=True)
     run, step = heldout(subject.run), subject.step or 0
-    losses = {name: results.text_record(loss) for name, loss in run.losses(weights, step).items()}
-    return {"heldout": losses, "data": {name: text.use._asdict() for name, text in run.texts(step).items()}}
+    losses, texts = run.losses(weights, step), run.texts(step)
+    scores = {name: results.text_record(loss, texts[name].text_bytes) for name, loss in losses.items()}
+    return {"heldout": scores, "data": {name: text.use._asdict() for name, text in texts.items()}}
 
 
 def _score_texts_and_tasks(
@@ -188,7 +187,7 @@ def _score_texts_and_tasks(
     if texts:
         scorer = model.scorer if model else Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
         losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
-        record["texts"] = {name: results.text_record(loss) for name, loss in losses.items()}
+        record["texts"] = {name: results.text_record(*loss) for name, loss in losses.items()}
     if tasks is not None:
         record["tasks"] = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
         record["truncated"] = model.truncated

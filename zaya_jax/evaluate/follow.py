@@ -15,10 +15,7 @@ from zaya_jax.run.metrics import append_row, read_rows
 from zaya_jax.run.status import RUNNING, read_status
 
 
-def follow(
-    run: Path, path: Path, name: str, score: Callable[[int], dict[str, Any]], seconds: float,
-    say: Callable[[str], object] = print, sleep: Callable[[float], object] = time.sleep,
-) -> None:  # fmt: skip
+def follow(run: Path, path: Path, name: str, score: Callable[[int], dict[str, Any]], seconds: float) -> None:
     """Score the checkpoints of a run until its training ends; it runs, has ended, or has not started yet.
 
     Each adds a line to the JSONL file `path`, which may have other evaluations, too; steps that it has under `name` are
@@ -26,7 +23,7 @@ def follow(
     is gone or damaged; InputError if it is intact. The run folder is checked every so many `seconds`.
     """
     if not (run / CONFIG).exists():
-        say(printable(f"Waiting for a training to start in {run}."))
+        print(printable(f"Waiting for a training to start in {run}."))
     done = {row.get("step") for row in read_rows(path) if row.get("name") == name}
     missing: set[int] = set()
     while True:
@@ -39,16 +36,18 @@ def follow(
                 gone = step not in finished_steps(run)
                 if not gone and not verify_checkpoint(run / CHECKPOINTS / str(step)):
                     raise
-                say(f"Step {step} is not scored: its checkpoint {'was removed first' if gone else 'is damaged'}.")
+                print(f"Step {step} is not scored: its checkpoint {'was removed first' if gone else 'is damaged'}.")
                 missing.add(step)
                 continue
             append_row(path, {"name": name, **row, "step": step})
             done.add(step)
         if not steps:
             if ended:
-                say(printable(f"The training has ended; {path} has the scores of {counted(len(done), 'checkpoint')}."))
+                print(
+                    printable(f"The training has ended; {path} has the scores of {counted(len(done), 'checkpoint')}.")
+                )
                 return
-            sleep(seconds)
+            time.sleep(seconds)
 
 
 def check_followed(run: Path) -> None:

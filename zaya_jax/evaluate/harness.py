@@ -77,8 +77,8 @@ def load_tasks(
         try:
             members = manager.load([entry.name])
         except Exception as error:  # of the network, of a data set, of a package that a task needs
-            what, reason = f"The task {entry.name} cannot be loaded", f"{type(error).__name__}: {as_sentence(error)}"
-            raise InputError(f"{what}; its data or a package is missing here. {reason}") from error
+            problem, reason = f"The task {entry.name} cannot be loaded", f"{type(error).__name__}: {as_sentence(error)}"
+            raise InputError(f"{problem}; its data or a package is missing here. {reason}") from error
         for name, task in members["tasks"].items():
             if name in loaded.tasks:
                 raise InputError(f"The task {name} is in {entry.name} and in {loaded.entries[name].name}; remove one.")
@@ -129,8 +129,8 @@ def _members(name: str, index: Mapping[str, Any], seen: set[str]) -> Iterator[tu
 def _apply(entry: TaskConfig, task: Any, seed: int) -> None:
     generates = task.get_config("output_type") == "generate_until"
     if not generates and (entry.generation or entry.samples > 1):
-        what, keys = f"The task {task.task_name}", "samples, temperature, top_p, top_k or max_new_tokens"
-        raise InputError(f"{what} writes no continuations, so tasks.{entry.name} must not set {keys}.")
+        problem, keys = f"The task {task.task_name}", "samples, temperature, top_p, top_k or max_new_tokens"
+        raise InputError(f"{problem} writes no continuations, so tasks.{entry.name} must not set {keys}.")
     if generates and entry.generation:
         task.set_config(key="generation_kwargs", value=entry.generation, update=True)
     if generates and entry.samples > 1 and not (task.get_config("generation_kwargs") or {}).get("do_sample"):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.data.loading.batches import Batch, heldout_batches, heldout_text
+from zaya_jax.data.loading.batches import HeldoutText, heldout_text
 from zaya_jax.data.loading.run_plan import heldout_phase
 from zaya_jax.data.loading.sources import Prepared, Source
 from zaya_jax.evaluate.evaluator import ModelSnapshot
@@ -52,11 +52,11 @@ class HeldoutEvaluator:
         """Read the held-out batches of a run's sources into memory."""
         self._config, self._prepared, self._phase = config, prepared, len(config.phases) - 1
         read = functools.cache(self._read)
-        self._batches: list[dict[str, list[Batch]]] = []  # by phase and source; phases with the same rows share them
+        self.texts: list[dict[str, HeldoutText]] = []  # by phase and source; phases with the same rows share them
         for phase in range(len(config.phases)):
             first = {name: self._first_alike(source, phase) for name, source in prepared.sources.items()}
-            self._batches.append({name: read(name, index) for name, index in first.items()})
-        self._compressed_nats = functools.cache(self._measure_compressors)  # by phase
+            self.texts.append({name: text for name, at in first.items() if (text := read(name, at)) is not None})
+        self._batches = [{name: text.loaded for name, text in texts.items()} for texts in self.texts]
         self.losses: dict[str, HeldoutLoss] = {}  # of the last evaluation, by source that has held-out tokens
 
     def _first_alike(self, source: Source, phase: int) -> int:
@@ -65,23 +65,17 @@ class HeldoutEvaluator:
         keys = [each and (each.context, each.packing, each.over_length, each.template) for each in settings]
         return keys.index(keys[phase])
 
-    def _read(self, name: str, phase: int) -> list[Batch]:
-        return list(heldout_batches(self._config, self._prepared, name, self._config.evaluation.batches, phase))
-
-    def _measure_compressors(self, phase: int) -> dict[str, float]:
-        """Return the nats that each compressor needs for the text of the corpus that a phase evaluates."""
-        config, prepared = self._config, self._prepared
-        (name,) = prepared.sources  # only the text corpus has baselines
-        text = heldout_text(config, prepared, name, config.evaluation.batches, phase)
-        baselines = {} if text is None else prepared.baselines
-        return {name: bits * math.log(2) * text.text_bytes for name, bits in baselines.items() if text is not None}
+    def _read(self, name: str, phase: int) -> HeldoutText | None:
+        return heldout_text(self._config, self._prepared, name, self._config.evaluation.batches, phase)
 
     @property
     def compressors(self) -> dict[str, float]:
         """Nats per held-out token of the text corpus by compressor; {} before an evaluation and for other sources."""
         if not self._prepared.baselines or not self.total.tokens:
             return {}
-        return {name: nats / self.total.tokens for name, nats in self._compressed_nats(self._phase).items()}
+        (text,) = self.texts[self._phase].values()  # only the text corpus has baselines
+        factor = math.log(2) * text.text_bytes / self.total.tokens
+        return {name: bits * factor for name, bits in self._prepared.baselines.items()}
 
     @property
     def total(self) -> HeldoutLoss:

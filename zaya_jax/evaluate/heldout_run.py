@@ -11,18 +11,17 @@ import jax
 
 from zaya_jax.config import Config, ModelConfig, ParallelConfig, from_dict
 from zaya_jax.config.stages import first_step, stage_at
-from zaya_jax.data.loading.batches import HeldoutText, heldout_text
+from zaya_jax.data.loading.batches import HeldoutText
 from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
-from zaya_jax.evaluate.heldout import HeldoutEvaluator
-from zaya_jax.evaluate.scoring import TextLoss
+from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss
 from zaya_jax.job.multihost import primary_first
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, roles, shapes, with_values
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.registry import pins_anywhere
+from zaya_jax.ops.registry import pins_on
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import make_mesh, replicated
 from zaya_jax.parallel.placement import Placement, make_placement
@@ -36,26 +35,19 @@ class RunHeldout:
     def __init__(self, run: Path) -> None:
         """Open the data that the configuration in a run folder names; InputError if it is missing."""
         self._config = from_dict(read_config(run))
-        prepared = primary_first(lambda: open_sources(self._config))
-        self._prepared, self._measure = prepared, functools.cache(self._measure_texts)
-        if not any(text.text_bytes for text in self._measure(len(self._config.phases) - 1).values()):
+        self._evaluator = HeldoutEvaluator(self._config, primary_first(lambda: open_sources(self._config)))
+        if not any(text.text_bytes for text in self._evaluator.texts[-1].values()):
             raise InputError(f"The sources of {run} have no held-out text. Name files to score with --text.")
-        self._evaluator = HeldoutEvaluator(self._config, prepared)
         self._program = functools.cache(functools.partial(_program, self._config, run))
 
     def texts(self, step: int) -> dict[str, HeldoutText]:
-        """Measure the held-out text of each source as the phase reads it that trained the step before `step`."""
-        return self._measure(self._phase(step))
+        """Return the held-out text of each source as the phase reads it that trained the step before `step`."""
+        return self._evaluator.texts[self._phase(step)]
 
     def _phase(self, step: int) -> int:
         return stage_at(self._config, max(step - 1, first_step(self._config))).phase
 
-    def _measure_texts(self, phase: int) -> dict[str, HeldoutText]:
-        config, prepared = self._config, self._prepared
-        measure = functools.partial(heldout_text, config, prepared, limit=config.evaluation.batches, phase=phase)
-        return {name: text for name in prepared.sources if (text := measure(name)) is not None}
-
-    def losses(self, weights: Weights, step: int) -> dict[str, TextLoss]:
+    def losses(self, weights: Weights, step: int) -> dict[str, HeldoutLoss]:
         """Compute the loss of each source with held-out text; InputError if a checkpoint's weights are damaged.
 
         Adapters are merged into their base first.
@@ -64,14 +56,13 @@ class RunHeldout:
         values = weights.load(_abstract(weights, placement))
         balance = {name: values.pop(name) for name in list(values) if is_balancing_bias(name)}
         self._evaluator.evaluate(ModelSnapshot(values, balance, {}, placement, loss_sums, self._phase(step)))
-        sizes, losses = {name: text.text_bytes for name, text in self.texts(step).items()}, self._evaluator.losses
-        return {name: TextLoss(loss.nats, loss.tokens, sizes[name]) for name, loss in losses.items()}
+        return self._evaluator.losses
 
 
 def _program(run_config: Config, run: Path, config: ModelConfig) -> tuple[Placement, Any]:
     """Make the placement over all devices of the job, with the kernels of the run, and the evaluation step."""
     model, dtype = abstract_model(config), run_config.train.compute_dtype
-    evaluated = dataclasses.replace(run_config, model=config, ops=pins_anywhere(run_config.ops))
+    evaluated = dataclasses.replace(run_config, model=config, ops=pins_on("cpu", run_config.ops))
     kernels = validated_kernels(evaluated, run, training=False, say=functools.partial(print, file=sys.stderr))
     placement = make_placement(ParallelConfig(), make_mesh(), shapes(model), roles(model), dtype, kernels)
 

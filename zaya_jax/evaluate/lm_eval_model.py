@@ -109,8 +109,8 @@ class ZayaLM(LM):  # type: ignore[misc]
         """
         kept = context.rstrip()
         rest = context[len(kept) :] + continuation
-        before, whole = self.tok_encode(kept), self.tok_encode(kept + rest)
-        after = whole[len(before) :] or self.tok_encode(rest, add_special_tokens=False)
+        before, joined = self.tok_encode(kept), self.tok_encode(kept + rest)
+        after = joined[len(before) :] or self.tok_encode(rest, add_special_tokens=False)
         if not before:
             before, after = [self.prefix_token_id], after[len(after) > 1 and after[0] == self.prefix_token_id :]
         if not 0 < len(after) <= self.max_length:
@@ -123,10 +123,10 @@ class ZayaLM(LM):  # type: ignore[misc]
             return answer(*arguments)
         except InputError as error:
             text = "".join(part for part in request.args if isinstance(part, str))[-100:]
-            said = f"The task {request.task_name} has a request that cannot be answered, {text!r}: {error}"
+            message = f"The task {request.task_name} has a request that cannot be answered, {text!r}: {error}"
             if self.failed is None:
-                raise InputError(said) from error
-            self.failed.setdefault(request.task_name, []).append(said)
+                raise InputError(message) from error
+            self.failed.setdefault(request.task_name, []).append(message)
             return None
 
     def _report_truncated(self, requests: Iterable[Any], excess: Iterable[int]) -> None:
@@ -163,8 +163,8 @@ class ZayaLM(LM):  # type: ignore[misc]
             keys.append((context, setting, first + self.sample))
             drawn = ((context, setting, first + sample) for sample in range(samples))
             missing += [(key, request) for key in drawn if key not in self._written]
-        asked = ((request, (request.task_name, *request.args, key[2])) for key, request in missing)
-        prompts = [self._attempt(request, self._prompt, *arguments) for request, arguments in asked]
+        arguments_by_request = ((request, (request.task_name, *request.args, key[2])) for key, request in missing)
+        prompts = [self._attempt(request, self._prompt, *arguments) for request, arguments in arguments_by_request]
         written = iter(self.writer.write(list(filter(None, prompts)), progress=self.progress("continuations")))
         for (key, request), prompt in zip(missing, prompts, strict=True):
             self._written[key] = self._answer(prompt.tokens, next(written), request.args[1]) if prompt else ""
@@ -193,13 +193,13 @@ class ZayaLM(LM):  # type: ignore[misc]
 
     def _prompt(self, task: str, context: str, settings: Mapping[str, Any], sample: int) -> Prompt:
         """Make the prompt of a request; InputError if the settings of its task are invalid."""
-        where = f"The task {task}'s "
+        prefix = f"The task {task}'s "
         for key, (named, *types) in _TYPES.items():
-            require(type(settings.get(key)) in (type(None), *types), f"{where}{key}", settings.get(key), named)
+            require(type(settings.get(key)) in (type(None), *types), f"{prefix}{key}", settings.get(key), named)
         until, beams = settings.get("until"), settings.get("num_beams")
         texts = until if isinstance(until, list) else [] if until is None else [until]
-        require(all(isinstance(text, str) for text in texts), f"{where}until", until, "text or a list of texts")
-        require(beams in (None, 1), f"{where}num_beams", beams, "1, since zaya_jax has no beam search")
+        require(all(isinstance(text, str) for text in texts), f"{prefix}until", until, "text or a list of texts")
+        require(beams in (None, 1), f"{prefix}num_beams", beams, "1, since zaya_jax has no beam search")
         normalized = _normalized(settings)
         if unknown := sorted({*normalized} - {*Sampling._fields, *_IGNORED}, key=str):
             supported = f"it supports {', '.join(Sampling._fields)}, until and max_gen_toks"
@@ -208,13 +208,13 @@ class ZayaLM(LM):  # type: ignore[misc]
         longest, new = self.opened.model.config.max_positions, normalized["max_gen_toks"]
         if not 0 < new < longest:
             fewer = f"fewer than the model's {longest:,} positions. Set max_new_tokens."
-            asked = counted(new, "new token")
-            raise InputError(f"The task {task} asks for {asked}, but must ask for at least 1 and {fewer}")
+            new_tokens = counted(new, "new token")
+            raise InputError(f"The task {task} asks for {new_tokens}, but must ask for at least 1 and {fewer}")
         greedy = not normalized["do_sample"]
         fields = ("repetition_penalty",) if greedy else Sampling._fields
         values = {name: normalized[name] for name in fields if normalized.get(name) is not None}
         sampling = Sampling(temperature=0.0 if greedy else 1.0)._replace(**values)
-        sampling.check(where)
+        sampling.check(prefix)
         stop = tuple(filter(None, normalized.get("until", ())))
         # With reasoning, a stop text ends the answer after it, not the reasoning, which lm-eval removes first.
         stop = stop if self._think_end is None else ()
@@ -227,11 +227,11 @@ class ZayaLM(LM):  # type: ignore[misc]
         Without `add_generation_prompt` the model continues the last message, so what the template adds after it is cut.
         """
         for number, message in enumerate(chat_history, 1):
-            where = f"Message {number} of a task's chat"
+            location = f"Message {number} of a task's chat"
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise InputError(f"{where} is {message!r:.200}, but must have a role and a content that are text.")
+                raise InputError(f"{location} is {message!r:.200}, but must have a role and a content that are text.")
             try:
-                check_pairs(message, where)
+                check_pairs(message, location)
             except ValueError as error:
                 raise InputError(f"{error}.") from error
         if add_generation_prompt:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError, printable
-from zaya_jax.evaluate.scoring import Progress, TextLoss
+from zaya_jax.evaluate.heldout import HeldoutLoss
+from zaya_jax.evaluate.scoring import Progress
 from zaya_jax.run.files import require_regular, write_atomically
 from zaya_jax.run.metrics import finite
 from zaya_jax.run.table import format_table
@@ -23,17 +24,11 @@ _LONGEST_NAME = 100  # characters of the tasks' names
 _EVERY = 30.0  # seconds between lines of progress without a terminal
 
 
-def text_record(loss: TextLoss) -> dict[str, Any]:
-    """Return the scores of a text as JSON."""
-    per_token = loss.nats / max(loss.tokens, 1)
-    return {
-        "nats_per_token": per_token,
-        "perplexity": math.exp(min(per_token, 700.0)),
-        "bits_per_byte": loss.nats / math.log(2) / max(loss.text_bytes, 1),
-        "tokens": loss.tokens,
-        "bytes": loss.text_bytes,
-        "lost_bytes": loss.lost_bytes,
-    }
+def text_record(loss: HeldoutLoss, text_bytes: int, lost_bytes: int = 0) -> dict[str, Any]:
+    """Return the scores of a text as JSON; its tokens stand for `text_bytes`, and `lost_bytes` have none."""
+    scores = {"nats_per_token": loss.nats_per_token, "perplexity": math.exp(min(loss.nats_per_token, 700.0))}
+    sizes = {"tokens": loss.tokens, "bytes": text_bytes, "lost_bytes": lost_bytes}
+    return {**scores, "bits_per_byte": loss.bits_per_byte(text_bytes), **sizes}
 
 
 _FORMATS = {"nats_per_token": ".4f", "perplexity": ".2f", "bits_per_byte": ".4f", "tokens": ",", "bytes": ","}
@@ -45,8 +40,8 @@ def text_table(records: Mapping[str, Mapping[str, Any]]) -> str:
     lines += [
         [printable(name), *(format(row[key], kind) for key, kind in _FORMATS.items())] for name, row in records.items()
     ]
-    why = "more bytes have no token in the tokenizer, and do not count"
-    remarks = [f"{name}: {row['lost_bytes']:,} {why}" for name, row in records.items() if row["lost_bytes"]]
+    remark = "more bytes have no token in the tokenizer, and do not count"
+    remarks = [f"{name}: {row['lost_bytes']:,} {remark}" for name, row in records.items() if row["lost_bytes"]]
     return "\n".join([*format_table(lines), *remarks])
 
 

@@ -17,6 +17,7 @@ from zaya_jax.config.checks import counted
 from zaya_jax.data.loading.bin_packing import pack
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
+from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.job.multihost import all_gather
 from zaya_jax.model.loss import chunked_logprobs
 from zaya_jax.model.zaya import Zaya
@@ -45,15 +46,6 @@ class Score(NamedTuple):
 
     logprob: float  # log-probability of all its tokens in nats
     is_greedy: bool  # whether each token is the most likely one
-
-
-class TextLoss(NamedTuple):
-    """The loss over a text."""
-
-    nats: float  # cross-entropy of all tokens
-    tokens: int  # number of tokens predicted
-    text_bytes: int  # UTF-8 bytes that these tokens stand for
-    lost_bytes: int = 0  # other bytes of the text, for which the tokenizer has no token
 
 
 class _Document(NamedTuple):
@@ -87,17 +79,14 @@ class Scorer:
             self.lengths.append(min(self.lengths[-1] * _GROWTH, self.max_length))
         self._tokens, self._devices = tokens, batch_shards(self.placement.mesh)
 
-    def score(
-        self, requests: Sequence[Request], *, grouped: bool = True, progress: Progress | None = None
-    ) -> list[Score]:
+    def score(self, requests: Sequence[Request], *, progress: Progress | None = None) -> list[Score]:
         """Score requests; each process of a job must pass the same ones, and scores its share.
 
-        Input that several requests share is processed once if `grouped`. InputError if a request is empty, or its
-        continuation is longer than `max_length`.
+        InputError if a request is empty, or its continuation is longer than `max_length`.
         """
         count, part = jax.process_count(), jax.process_index()
         own = range(part, len(requests), count)
-        logprobs, wrong = self._score([requests[index] for index in own], grouped, progress)
+        logprobs, wrong = self._score([requests[index] for index in own], progress)
         shares = all_gather("scores", list(map(list, zip(logprobs, wrong, strict=True))), PEER_SECONDS)
         scores = [Score(0.0, is_greedy=True)] * len(requests)
         for process, share in enumerate(shares):
@@ -105,9 +94,7 @@ class Scorer:
                 scores[index] = Score(logprob, not bad)
         return scores
 
-    def _score(
-        self, requests: Sequence[Request], grouped: bool, progress: Progress | None
-    ) -> tuple[list[float], list[int]]:
+    def _score(self, requests: Sequence[Request], progress: Progress | None) -> tuple[list[float], list[int]]:
         """Return the log-likelihood of each request, and how many of its tokens are not the most likely ones."""
         logprobs, wrong = np.zeros(len(requests)), np.zeros(len(requests), np.int64)
         queries, done = sum(len(request.continuation) for request in requests), 0
@@ -124,7 +111,7 @@ class Scorer:
             if progress is not None:
                 progress(round(len(requests) * done / queries), len(requests))
 
-        for batch in self._batches(requests, grouped):
+        for batch in self._batches(requests):
             arrays = place(self.placement.mesh, batch.arrays, ROWS)
             running.append((score_batch(self.model, arrays, placement=self.placement), batch))
             if len(running) > _AHEAD:
@@ -133,8 +120,8 @@ class Scorer:
             finish()
         return logprobs.tolist(), wrong.tolist()
 
-    def _batches(self, requests: Sequence[Request], grouped: bool) -> Iterator[_Batch]:
-        documents = _documents(requests, self.max_length, self.lengths[0], grouped)
+    def _batches(self, requests: Sequence[Request]) -> Iterator[_Batch]:
+        documents = _documents(requests, self.max_length, self.lengths[0])
         for shortest, length in zip([0, *self.lengths], self.lengths, strict=False):
             fitting = [document for document in documents if shortest < _size(document) <= length]
             if not fitting:
@@ -146,16 +133,16 @@ class Scorer:
                 yield _batch(packed[start : start + rows * self._devices], requests, length, rows, self._devices)
 
 
-def _documents(requests: Sequence[Request], longest: int, queries: int, grouped: bool) -> list[_Document]:
+def _documents(requests: Sequence[Request], longest: int, queries: int) -> list[_Document]:
     """List the inputs; one that many requests share appears again after every `queries` tokens to score."""
     documents: list[_Document] = []
     last: dict[tuple[int, ...], int] = {}  # input → its newest document
     for index, (context, continuation) in enumerate(requests):
         if not context or not continuation or len(continuation) > longest:
-            asked = f"{counted(len(continuation), 'token')} after {counted(len(context), 'token')} of context"
-            raise InputError(f"A task asks to score {asked}, but must ask for 1 to {longest:,} after at least 1.")
+            request = f"{counted(len(continuation), 'token')} after {counted(len(context), 'token')} of context"
+            raise InputError(f"A task asks to score {request}, but must ask for 1 to {longest:,} after at least 1.")
         tokens = tuple([*context, *continuation][-(longest + 1) : -1])
-        count, place = len(continuation), last.get(tokens) if grouped else None
+        count, place = len(continuation), last.get(tokens)
         if place is not None and documents[place].queries + count <= max(queries, len(tokens)):
             before = documents[place]
             documents[place] = _Document(tokens, [*before.requests, index], before.queries + count)
@@ -249,8 +236,8 @@ def prefix_token(tokenizer: Tokenizer) -> int:
 
 def text_losses(
     scorer: Scorer, tokenizer: Tokenizer, texts: dict[str, str], progress: Progress | None = None
-) -> dict[str, TextLoss]:
-    """Compute the loss of each text, the first token after `prefix_token`."""
+) -> dict[str, tuple[HeldoutLoss, int, int]]:
+    """Return the loss of each text, the first token after `prefix_token`, and the bytes with and without a token."""
     encoded: dict[str, tuple[list[int], int]] = {}
     for name, text in texts.items():
         try:
@@ -259,6 +246,6 @@ def text_losses(
             raise InputError(f"--text {name} cannot be scored. {error}") from error
     nats = window_sums(scorer, [tokens for tokens, _ in encoded.values()], prefix_token(tokenizer), progress)
     return {
-        name: TextLoss(0.0 - logprob, len(tokens), len(texts[name].encode()) - lost, lost)
+        name: (HeldoutLoss(0.0 - logprob, len(tokens)), len(texts[name].encode()) - lost, lost)
         for logprob, (name, (tokens, lost)) in zip(nats, encoded.items(), strict=True)
     }

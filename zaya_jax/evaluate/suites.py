@@ -21,17 +21,17 @@ class TaskConfig:
     top_k: int | None = None
     max_new_tokens: int | None = None
 
-    def check(self, where: str) -> None:
+    def check(self, key: str) -> None:
         """Raise `InputError` for values out of range."""
-        require(bool(self.name.strip()), f"{where}.name", self.name, "the name of a task")
-        require(self.fewshot is None or self.fewshot >= 0, f"{where}.fewshot", self.fewshot, "at least 0")
-        require(self.samples >= 1, f"{where}.samples", self.samples, "at least 1")
+        require(bool(self.name.strip()), f"{key}.name", self.name, "the name of a task")
+        require(self.fewshot is None or self.fewshot >= 0, f"{key}.fewshot", self.fewshot, "at least 0")
+        require(self.samples >= 1, f"{key}.samples", self.samples, "at least 1")
         new = self.max_new_tokens
-        require(new is None or new >= 1, f"{where}.max_new_tokens", new, "at least 1")
+        require(new is None or new >= 1, f"{key}.max_new_tokens", new, "at least 1")
         sampling = Sampling(self.temperature or 0.0, self.top_k or 0, 1.0 if self.top_p is None else self.top_p)
-        sampling.check(f"{where}.")
-        above = f"above 0, because {where}.samples is {self.samples}"
-        require(self.samples == 1 or self.temperature != 0, f"{where}.temperature", self.temperature, above)
+        sampling.check(f"{key}.")
+        above = f"above 0, because {key}.samples is {self.samples}"
+        require(self.samples == 1 or self.temperature != 0, f"{key}.temperature", self.temperature, above)
 
     @property
     def generation(self) -> dict[str, float | int | bool]:

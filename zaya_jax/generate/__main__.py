@@ -14,6 +14,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
 from zaya_jax.run.command_output import Unescaped, is_output_read, prepare_streams, run_command
 from zaya_jax.run.files import read_text
+from zaya_jax.run.options import MODEL_PATH
 from zaya_jax.run.parser import Parser
 
 _EXAMPLES = """examples:
@@ -33,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: _run(options))
 
 
-_NUMBER, _TEXTS = {"type": int, "metavar": "N"}, {"action": "append", "default": [], "metavar": "TEXT"}
 _SAMPLING = {
     "temperature": "0 takes the most likely token",
     "top-k": "keep the K most likely tokens",
@@ -41,46 +41,40 @@ _SAMPLING = {
     "min-p": "keep tokens at least this many times as likely as the most likely",
     "repetition-penalty": "divide logits of tokens that occurred",
 }
-_PATH = (
-    "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), RUN_DIR/checkpoints/STEP, or a "
-    "transformers folder; adapters are merged into their base"
-)
-_RSA = (
-    "Markovian RSA: N candidates, then T rounds of N more, each written from the last TAIL tokens of C of them; prints "
-    "the last round's first"
-)
-_DTYPE = "dtype to compute in (default: bfloat16 on GPUs, float32 on CPUs)"
-# Of each flag its help, and the other arguments of `add_argument`.
-_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "path": (_PATH, {"metavar": "PATH"}),
-    "stdin": ("read one prompt from standard input", {"nargs": "?", "metavar": "-"}),
-    "--prompt": ("text to continue; can be given several times", _TEXTS),
-    "--message": ("message to answer, through the chat template; can be given several times", _TEXTS),
-    "--file": ("file with one prompt", {"metavar": "FILE"}),
-    "--chat": ("hold a conversation in the terminal", {"action": "store_true"}),
-    "--system": ("system message (with --chat or --message)", {"metavar": "TEXT"}),
-    "--max-new-tokens": ("largest number of new tokens (default: 256)", {**_NUMBER, "default": 256}),
-    "--samples": ("continuations of each prompt (default: 1)", {**_NUMBER, "default": 1}),
-    "--seed": ("seed of the first continuation (default: 0)", {**_NUMBER, "default": 0}),
-    "--stop": ("end a continuation before this text", _TEXTS),
-    "--rsa": (_RSA, {"nargs": 4, "type": int, "metavar": ("N", "C", "T", "TAIL")}),
-    "--logprobs": ("print each new token with its log-probability instead of text", {"action": "store_true"}),
-    "--dtype": (_DTYPE, {"choices": ("float32", "bfloat16")}),
-    "--tokenizer": ("tokenizer to use in place of the model's own", {"metavar": "FOLDER"}),
-    "--data": ("devices to split the continuations over (default: 1)", {**_NUMBER, "default": 1}),
-    "--context": ("devices to split the cache of each continuation over (default: 1)", {**_NUMBER, "default": 1}),
-}
 
 
 def _parser() -> Parser:
-    texts = {"description": "Continue texts with a model, or chat with it.", "epilog": _EXAMPLES}
-    parser = Parser(prog="python -m zaya_jax.generate", formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
-    for name, (text, settings) in _FLAGS.items():
-        parser.add_argument(name, help=text, **settings)
+    description = "Continue texts with a model, or chat with it."
+    parser = Parser(prog="python -m zaya_jax.generate", description=description, epilog=_EXAMPLES)
+    flag, texts = parser.add_argument, {"action": "append", "default": [], "metavar": "TEXT"}
+
+    def number(name: str, default: int, text: str) -> None:
+        flag(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+
+    flag("path", metavar="PATH", help=MODEL_PATH)
+    flag("stdin", nargs="?", metavar="-", help="read one prompt from standard input")
+    flag("--prompt", help="text to continue; can be given several times", **texts)
+    flag("--message", help="message to answer, through the chat template; can be given several times", **texts)
+    flag("--file", metavar="FILE", help="file with one prompt")
+    flag("--chat", action="store_true", help="hold a conversation in the terminal")
+    flag("--system", metavar="TEXT", help="system message (with --chat or --message)")
+    number("--max-new-tokens", 256, "largest number of new tokens")
+    number("--samples", 1, "continuations of each prompt")
+    number("--seed", 0, "seed of the first continuation")
+    flag("--stop", help="end a continuation before this text", **texts)
+    written = "each written from the last TAIL tokens of C of them; prints the last round's first"
+    text = f"Markovian RSA: N candidates, then T rounds of N more, {written}"
+    flag("--rsa", nargs=4, type=int, metavar=("N", "C", "T", "TAIL"), help=text)
+    flag("--logprobs", action="store_true", help="print each new token with its log-probability instead of text")
+    text = "dtype to compute in (default: bfloat16 on GPUs, float32 on CPUs)"
+    flag("--dtype", choices=("float32", "bfloat16"), help=text)
+    flag("--tokenizer", metavar="FOLDER", help="tokenizer to use in place of the model's own")
+    number("--data", 1, "devices to split the continuations over")
+    number("--context", 1, "devices to split the cache of each continuation over")
     for name, text in _SAMPLING.items():
         default = "that of generation_config.json" + (", else 0.8" if name == "temperature" else "")
         kind = int if name == "top-k" else float
-        parser.add_argument(f"--{name}", type=kind, metavar="X", help=f"{text} (default: {default})")
+        flag(f"--{name}", type=kind, metavar="X", help=f"{text} (default: {default})")
     return parser
 
 

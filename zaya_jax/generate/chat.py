@@ -80,8 +80,8 @@ def render_prompt(opened: TextModel, conversation: Conversation) -> str:
 
 def _around_answer(opened: TextModel, conversation: Conversation) -> tuple[str, str]:
     """Render a conversation; returns the text before and after the assistant's next answer."""
-    whole = render(opened, [*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
-    before, mark, after = whole.partition(_ANSWER)
+    rendered = render(opened, [*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+    before, mark, after = rendered.partition(_ANSWER)
     if not mark:
         raise InputError("The chat template leaves out the content of the assistant's messages.")
     return before, after
@@ -92,7 +92,6 @@ def render(opened: TextModel, conversation: Conversation, *, generation_prompt: 
     texts = {"bos_token": opened.special.bos, "eos_token": opened.special.eos, **(opened.others or {})}
     names = {"add_generation_prompt": generation_prompt, **{name: text for name, text in texts.items() if text}}
     answer = run_template(opened.template, [render_request(conversation, names) | {"now": time.time()}])
-    if "texts" not in answer:
-        reason = answer.get("syntax") or answer.get("compile") or answer.get("render") or "unknown error"
-        raise InputError(f"The chat template cannot render the conversation: {reason}.")
+    if "error" in answer:
+        raise InputError(f"The chat template cannot render the conversation: {answer['error']}.")
     return answer["texts"][0]

@@ -16,8 +16,7 @@ from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Branches, Sampling, draw
-from zaya_jax.model.cache import Cache
-from zaya_jax.model.zaya import Zaya, head, unrolled
+from zaya_jax.model.zaya import Cache, Zaya, head, unrolled
 from zaya_jax.ops import Ops
 from zaya_jax.parallel.decode import REPLICATED, ROWS, STEP_ROWS, cache_specs, empty_cache, on_shards, place
 from zaya_jax.parallel.mesh import AnyMesh, batch_shards
@@ -57,11 +56,9 @@ class Block(NamedTuple):
 
 
 def generate_tokens(
-    model: Zaya, prompts: Prompts, max_new_tokens: int, sampling: Sampling | None = None, *,
-    seeds: Sequence[int] | None = None, stop_tokens: Sequence[int] = (), placement: Placement | None = None,
-) -> list[Continuation]:  # fmt: skip
-    """Generate a continuation of each prompt; see `continuations` for the arguments."""
-    options: dict[str, Any] = {"seeds": seeds, "stop_tokens": stop_tokens, "placement": placement}
+    model: Zaya, prompts: Prompts, max_new_tokens: int, sampling: Sampling | None = None, **options: Any
+) -> list[Continuation]:
+    """Generate a continuation of each prompt; `options` are `seeds` and the other arguments of `continuations`."""
     return collections.deque(continuations(model, prompts, max_new_tokens, sampling, **options), maxlen=1).pop()
 
 
@@ -96,7 +93,8 @@ def continuations(
     sampling = Sampling() if sampling is None else sampling
     rows = [list(map(int, row)) for row in prompts]
     seeds = range(len(rows)) if seeds is None else seeds
-    _check(rows, seeds, stop_tokens, max_new_tokens, sampling, model.config)
+    sampling.check()
+    _check(rows, seeds, stop_tokens, max_new_tokens, model.config)
     placement = decode_placement(model, FIRST_DEVICE) if placement is None else placement
     mesh = placement.mesh
     model, padding = unrolled(place(mesh, model, REPLICATED)), -len(rows) % batch_shards(mesh)
@@ -173,16 +171,12 @@ def compile_generation(
     return programs._replace(decode=_decode.lower(model, state, block, **static).compile(options))
 
 
-def _check(
-    rows: list[list[int]], seeds: Sequence[int], stop_tokens: Sequence[int], new: int, sampling: Sampling,
-    config: ModelConfig,
-) -> None:  # fmt: skip
-    sampling.check()
+def _check(rows: list[list[int]], seeds: Sequence[int], stops: Sequence[int], new: int, config: ModelConfig) -> None:
     if not rows or not all(rows):
         raise InputError("A prompt is empty, but must have at least one token.")
     if len(seeds) != len(rows):
         raise InputError(f"There are {len(seeds)} seeds, but must be one for each of {len(rows)} prompts.")
-    for what, tokens in (("A prompt contains", itertools.chain(*rows)), ("stop_tokens contains", stop_tokens)):
+    for what, tokens in (("A prompt contains", itertools.chain(*rows)), ("stop_tokens contains", stops)):
         for unknown in (token for token in tokens if not 0 <= token < config.vocab_size):
             raise InputError(f"{what} token {unknown}, but tokens must be from 0 to {config.vocab_size - 1}.")
     if new < 1:
@@ -209,9 +203,8 @@ def _cache_class(slots: int) -> int:
 
 
 def _prefilled(
-    model: Zaya, rows: list[list[int]], max_new_tokens: int, capacity: int | None, branches: Branches,
-    placement: Placement,
-) -> DecodeState:  # fmt: skip
+    model: Zaya, rows: list[list[int]], new: int, capacity: int | None, branches: Branches, placement: Placement
+) -> DecodeState:
     """Process the prompts, padded on the left, so that all rows continue at the same position.
 
     An empty prompt is a row that has ended, which makes the rows a multiple of the shards.
@@ -220,8 +213,8 @@ def _prefilled(
     # With a given capacity, one size of chunks for prompts of every length.
     chunk = min(CHUNK, _length_class(longest) if capacity is None else max(LEAST, capacity // 8))
     # Whole chunks, unless the model has no positions for their padding.
-    padded = min(-(-longest // chunk) * chunk, (capacity or config.max_positions) - max_new_tokens)
-    capacity = capacity or min(_cache_class(padded + max_new_tokens), config.max_positions)
+    padded = min(-(-longest // chunk) * chunk, (capacity or config.max_positions) - new)
+    capacity = capacity or min(_cache_class(padded + new), config.max_positions)
     tokens, segments = np.zeros((2, count, padded), np.int32)
     for index, row in enumerate(rows):
         tokens[index, padded - len(row) :], segments[index, padded - len(row) :] = row, 1
@@ -280,8 +273,7 @@ def _decode(
 ) -> Decoded:
     """Draw up to `block.steps` tokens, fewer if all rows end.
 
-    Returns:
-      The new state; int32 [size, b] tokens, -1 from a row's stop token on; and their fp32 log-probabilities.
+    Return the new state; int32 [size, b] tokens, -1 from a row's stop token on; and their fp32 log-probabilities.
     """
     shard = functools.partial(_decode_shard, size=size, branches=branches, ops=placement.decode_ops)
     state_specs, block_specs = _state_specs(model.config, state), (ROWS, REPLICATED, REPLICATED, REPLICATED)

@@ -28,25 +28,22 @@ class MarkovianRSA(NamedTuple):
     rounds: int = 2  # T, rounds after the first; 0 writes independent candidates
     tail: int = 4096  # τ, tokens of a candidate that are carried over
 
-    def check(self, where: str) -> None:
-        """Raise `InputError` if a value is out of range; `where` precedes the names in messages."""
+    def check(self, prefix: str) -> None:
+        """Raise `InputError` if a value is out of range; `prefix` precedes the names in messages."""
         for name, value in self._asdict().items():
             least = 0 if name == "rounds" else 1
-            require(value >= least, f"{where}{name}", value, f"at least {least}")
+            require(value >= least, f"{prefix}{name}", value, f"at least {least}")
         most = f"at most the number of candidates ({self.candidates})"
-        require(self.aggregated <= self.candidates, f"{where}aggregated", self.aggregated, most)
-
-
-# Prompts and seeds of a round → the tokens of its candidates.
-WriteCandidates = Callable[[Sequence[str], Sequence[int]], list[list[int]]]
+        require(self.aggregated <= self.candidates, f"{prefix}aggregated", self.aggregated, most)
 
 
 def aggregate_recursively(
-    write: WriteCandidates, tokenizer: Tokenizer, question: str, settings: MarkovianRSA, seed: int = 0
+    write: Callable[..., list[list[int]]], tokenizer: Tokenizer, question: str, settings: MarkovianRSA, seed: int = 0
 ) -> list[list[int]]:
-    """Return the tokens of the last round's candidates, which `write` generates; InputError for invalid settings.
+    """Return the tokens of the last round's candidates; InputError for invalid settings.
 
-    `seed` is that of the choice of candidates, and of the first candidate; each further one has the next seed.
+    `write` generates the tokens of a round's candidates from their prompts and seeds. `seed` is that of the choice of
+    candidates, and of the first candidate; each further one has the next seed.
     """
     settings.check("")
     count, draw = settings.candidates, np.random.default_rng(seed)

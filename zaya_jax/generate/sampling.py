@@ -26,10 +26,10 @@ class Sampling(NamedTuple):
     # 1909.05858); 1 changes nothing
     repetition_penalty: float = 1.0
 
-    def check(self, where: str = "") -> None:
-        """Raise `InputError` if a value is out of range; `where` precedes the names in messages."""
-        names = [f"{where}{name}" for name in self._fields]
-        names = [name.replace("_", "-") for name in names] if where == "--" else names  # flags have hyphens
+    def check(self, prefix: str = "") -> None:
+        """Raise `InputError` if a value is out of range; `prefix` precedes the names in messages."""
+        names = [f"{prefix}{name}" for name in self._fields]
+        names = [name.replace("_", "-") for name in names] if prefix == "--" else names  # flags have hyphens
         rules = (
             (0 <= self.temperature < math.inf, "finite and at least 0"),
             (self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
@@ -42,7 +42,7 @@ class Sampling(NamedTuple):
 
     @property
     def branches(self) -> "Branches":
-        """Which operations `draw` needs."""
+        """The operations that `draw` needs."""
         greedy = self.temperature == 0
         return Branches(greedy, not greedy and (self.top_k > 0 or self.top_p < 1), self.repetition_penalty != 1)
 

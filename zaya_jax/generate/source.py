@@ -17,7 +17,7 @@ from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placem
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.text import TextContinuation, stream_text
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.ops.registry import pins_anywhere
+from zaya_jax.ops.registry import pins_on
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.decode import REPLICATED, place
 from zaya_jax.parallel.placement import Placement
@@ -52,16 +52,12 @@ class TextModel(NamedTuple):
 def open_text_model(
     source: str, dtype: str | None = None, tokenizer: str | None = None, parallel: ParallelConfig = FIRST_DEVICE
 ) -> TextModel:
-    """Open a model with its tokenizer.
+    """Open a model with its tokenizer, or the one in the folder or file `tokenizer`.
 
-    Args:
-      source: as for `weights.load.open_weights`; a `transformers` folder may also be named without hf:.
-      dtype: 'float32' or 'bfloat16'; None for bfloat16 on GPUs and float32 on CPUs.
-      tokenizer: folder or `tokenizer.json` to use in place of the model's own.
-      parallel: layout of the devices, see `decode_placement`; the flags --data and --context.
-
-    Raises:
-      InputError: the model is missing or damaged, has no tokenizer of its vocabulary, or there are too few devices.
+    The `source` is as for `weights.load.open_weights`; a `transformers` folder may also be named without hf:. The
+    `dtype` is 'float32' or 'bfloat16', None for bfloat16 on GPUs and float32 on CPUs; `parallel` is the layout of the
+    devices, see `decode_placement` (--data and --context). `InputError` if the model is missing or damaged, has no
+    tokenizer of its vocabulary, or there are too few devices.
     """
     decode_mesh(parallel, "--")  # before the weights are read
     if hf_folder(source) is None and is_transformers(source):
@@ -80,13 +76,12 @@ def open_text_model(
     sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)
     adds_bos = find_special_tokens(path, chat=False, eot=None, bos=None).bos is not None
     model = weights.load_model(jnp.dtype(dtype))
-    placement = decode_placement(model, parallel, pins_anywhere((weights.optimizer_config or {}).get("ops", {})))
+    placement = decode_placement(model, parallel, pins_on("cpu", (weights.optimizer_config or {}).get("ops", {})))
     model, others = place(placement.mesh, model, REPLICATED), other_tokens(path.parent)
     return TextModel(model, text, special, sorted(stops), sampling, template, placement, adds_bos, others)
 
 
 def _sampling(path: Path) -> Sampling:
-    """Read the settings of `generation_config.json` that are set."""
     tree: dict[str, Any] = read_beside(path)
     values = {name: tree[name] for name in Sampling._fields if isinstance(tree.get(name), int | float)}
     values |= {"temperature": 0.0} if tree.get("do_sample") is False else {}

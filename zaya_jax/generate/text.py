@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.generate.decode import BLOCK, Continuation, continuations
+from zaya_jax.generate.decode import Continuation, continuations
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.parallel.placement import Placement
 
 _UNKNOWN = "\ufffd"  # of bytes that are not UTF-8, such as the first bytes of a character
 
@@ -26,14 +25,11 @@ class TextContinuation(NamedTuple):
 
 
 def generate_text(
-    model: Zaya, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 256,
-    sampling: Sampling | None = None, *, seeds: Sequence[int] | None = None, stop: Sequence[str] = (),
-    stop_tokens: Sequence[int] | None = None, placement: Placement | None = None,
-) -> list[str]:  # fmt: skip
-    """Generate a continuation of each prompt; see `stream_text` for the arguments."""
+    model: Zaya, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 256, *args: Any, **options: Any
+) -> list[str]:
+    """Generate a continuation of each prompt; `sampling`, `stop` and others are the arguments of `stream_text`."""
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    ends: dict[str, Any] = {"stop": stop, "stop_tokens": stop_tokens}
-    texts = stream_text(model, tokenizer, encoded, max_new_tokens, sampling, seeds=seeds, placement=placement, **ends)
+    texts = stream_text(model, tokenizer, encoded, max_new_tokens, *args, **options)
     return [row.text for row in deque(texts, maxlen=1).pop()]
 
 
@@ -43,15 +39,20 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def stream_text(
-    model: Zaya, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], max_new_tokens: int,
-    sampling: Sampling | None = None, *, seeds: Sequence[int] | None = None, stop: Sequence[str] = (),
-    stop_tokens: Sequence[int] | None = None, placement: Placement | None = None, block: int = BLOCK,
-) -> Iterator[list[TextContinuation]]:  # fmt: skip
+    model: Zaya,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    *,
+    stop: Sequence[str] = (),
+    **options: Any,
+) -> Iterator[list[TextContinuation]]:
     """Yield the continuations so far, after each block of tokens, until all have ended.
 
-    The arguments are those of `decode.continuations`, which says what raises `InputError`; prompts are token ids, see
-    `encode_prompt`. Texts in `stop`, none of them empty, end a continuation before them, and so do `stop_tokens`, by
-    default the tokenizer's end of a document.
+    The arguments and `options` are those of `decode.continuations`, which says what raises `InputError`; prompts are
+    token ids, see `encode_prompt`. Texts in `stop`, none of them empty, end a continuation before them, and so do
+    `stop_tokens`, by default the tokenizer's end of a document.
     """
     if not all(stop):
         raise InputError("A stop string is empty, but must have at least one character.")
@@ -60,10 +61,8 @@ def stream_text(
         text = tokenizer.decode_after(prompts[index], tokens)
         return any(end in text for end in stop)
 
-    ends = {"stop_tokens": [tokenizer.eot] if stop_tokens is None else stop_tokens}
-    options: dict[str, Any] = {"seeds": seeds, "placement": placement, "block": block, **ends}
-    stopped = holds_stop if stop else None
-    for rows in continuations(model, prompts, max_new_tokens, sampling, stopped=stopped, **options):
+    options = {"stop_tokens": [tokenizer.eot], "stopped": holds_stop if stop else None, **options}
+    for rows in continuations(model, prompts, max_new_tokens, sampling, **options):
         ended = [row.stopped or len(row.tokens) == max_new_tokens for row in rows]
         yield [_shown(tokenizer, *row, stop) for row in zip(prompts, rows, ended, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Accelerator data from the vendors' data sheets, and what predictions of a step assume to be reached of them."""
+"""Accelerator data from the vendors' data sheets, what predictions assume to be reached of them, and measured rates."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,10 @@ class Assumptions(NamedTuple):
     matmul: float = 0.70  # fraction of the peak in the vendor's matrix products
     kernel: float = 0.50  # the same in our kernels that multiply matrices
     memory: float = 0.90  # fraction of the memory bandwidth
+    moving: float = 0.90  # the same in our kernels that multiply no matrices
+    layers: float = 0.50  # fraction of the peak in the layers' share of the model's FLOPs, if nothing is compiled
     launch: float = 2e-6  # seconds that a kernel takes at least
+    gap: float = 0.0  # seconds between two kernels
     latency: float = 10e-6  # seconds that a collective takes before it sends
     # kernels that a layer launches in both passes, if the program is not compiled: XLA's program of the 8B for an H200
     # has 41 + 76, and 42 + 78 for an MI300X
@@ -34,6 +37,21 @@ class Assumptions(NamedTuple):
 
 
 ASSUMPTIONS = Assumptions()
+# A tenth less than the first device reached that was measured, an H200: the slow end of a predicted range. Its vendor's
+# products were faster than assumed (docs/accuracy.md).
+SLOW = ASSUMPTIONS._replace(kernel=0.30, memory=0.72, moving=0.20, layers=0.24, launch=4.8e-6)
+FIRST_SEEN = "the first GPU that was measured took 1.2 to 1.4 times the lower end for a step, up to 18 times for a part"
+
+
+class Rate(NamedTuple):
+    """The time that one launch of some work took on a device."""
+
+    work: str  # `Work.name`
+    flops: float  # floating-point operations
+    bytes: float  # read and written
+    fp32: bool  # whether the operations are in fp32
+    seconds: float
+    current: bool = True  # False if the kernel has changed since
 
 
 class Hardware(NamedTuple):
@@ -54,6 +72,17 @@ class Hardware(NamedTuple):
     links: LinkAssumptions = LINKS  # fractions of the links' bandwidths likewise
     # whether the figures were measured, see `measurements.read_measurements`; False for a data sheet
     measured: bool = False
+    rates: tuple[Rate, ...] = ()  # of this kind of device, see `lab.predict.calibration`
+    rated: str = ""  # the device of the rates, and when they were measured
+    slow: bool = False  # whether what is not known takes as long as it may, see `slowest`
+
+    @property
+    def slowest(self) -> "Hardware":
+        """The same device at the slow end of what is not known of it; itself if the speeds were measured."""
+        if self.measured:
+            return self
+        fixed = {"launch": self.reached.launch, "gap": self.reached.gap} if self.rates else {}
+        return self._replace(slow=True, reached=SLOW._replace(**fixed))
 
     @property
     def allocatable(self) -> float:

@@ -24,7 +24,10 @@ def get_hardware(name: str, devices: int) -> Hardware:
         return HARDWARE[name]
     if Path(name).is_dir():
         return read_measurements(Path(name), devices)
-    allowed = f"one of {', '.join(HARDWARE)}, or a folder with results of {_PROGRAM} gemm, memory and collectives"
+    results = (
+        f"calibration.json of make gpu-report, or a folder with results of {_PROGRAM} gemm, memory and collectives"
+    )
+    allowed = f"one of {', '.join(HARDWARE)}, {results}"
     raise InputError(f"--hardware is {name!r}, but must be {allowed}.")
 
 
@@ -137,7 +140,8 @@ def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
         kinds, cpus = (device["device"],), device["cpus"]
         base = Hardware(kinds, float(device["memory_bytes"]), 1.0, peak, peak, speed, 1, speed, speed, speed, cpus)
     matmul, kernel = _share(rows, peak, ("model",)), _share(rows, peak, _KERNELS)
-    reached = base.reached._replace(matmul=matmul or 1.0, kernel=kernel or matmul or 1.0, memory=1.0)
+    kernel = kernel or matmul or 1.0
+    reached = base.reached._replace(matmul=matmul or 1.0, kernel=kernel, layers=kernel, memory=1.0, moving=1.0)
     peaks = {"peak" if gemm["dtype"] == "bfloat16" else "fp32_peak": peak}
     measured = base._replace(**peaks, bandwidth=speed, measured=True, reached=reached)
     if "collectives" not in results:

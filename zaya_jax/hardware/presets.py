@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
     name: str  # of the flag or variable
     value: str  # as text; may be empty
-    why: str  # the reason, in one line
+    reason: str  # the reason, in one line
     source: str  # URL that recommends the value or describes the effect
 
     @property
@@ -61,8 +61,8 @@ class Preset(NamedTuple):
 
 def _settings(source: str, *texts: str) -> tuple[Setting, ...]:
     """Make settings from a source: NAME=VALUE and the reason of each, one after the other."""
-    parts = ((text.partition("="), why) for text, why in zip(texts[::2], texts[1::2], strict=True))
-    return tuple(Setting(name, value, why, source) for (name, _, value), why in parts)
+    parts = ((text.partition("="), reason) for text, reason in zip(texts[::2], texts[1::2], strict=True))
+    return tuple(Setting(name, value, reason, source) for (name, _, value), reason in parts)
 
 
 # Of a step, with `train.deterministic`; and of a program that is traced. A step takes as long without graphs (6.04 and
@@ -146,10 +146,10 @@ def _gpu(name: str) -> Preset:
     """Make the preset of a GPU from its data sheet, its vendor's settings and its own."""
     hopper, memory = HARDWARE[name].switched, f"XLA_PYTHON_CLIENT_MEM_FRACTION={HARDWARE[name].memory_fraction:g}"
     vendor = (*(_HOPPER if hopper else _AMD), *_settings(_TOOLBOX if hopper else _PRIMUS, memory, _FRACTION))
-    fsdp, one = ((_PIPELINED, _DOUBLED), _PIPELINED) if hopper else ((_PIPELINED, _ANALYTICAL), _ANALYTICAL)
+    fsdp, single = ((_PIPELINED, _DOUBLED), _PIPELINED) if hopper else ((_PIPELINED, _ANALYTICAL), _ANALYTICAL)
     # Machines of a job pull containers and start at different times. The peer timeout exceeds the network's 2 minutes
     # of retries, so network errors are reported first.
-    return Preset(name, (*_COLLECTIVES, *vendor, *_OWN.get(name, ())), 600, 180, fsdp, (one,))
+    return Preset(name, (*_COLLECTIVES, *vendor, *_OWN.get(name, ())), 600, 180, fsdp, (single,))
 
 
 PRESETS = {"cpu": Preset("cpu", (), join_seconds=120, peer_timeout=60), **{name: _gpu(name) for name in HARDWARE}}

@@ -34,11 +34,11 @@ class ConfigFile(NamedTuple):
     """The content of a `config.json`, whose values are checked when they are read."""
 
     tree: dict[str, Any]
-    where: str  # its path, for messages
+    path: str  # its path, for messages
 
-    def fail(self, what: str) -> NoReturn:
+    def fail(self, problem: str) -> NoReturn:
         """Raise an `InputError` that says what the file has."""
-        raise InputError(f"{self.where} has {what}.")
+        raise InputError(f"{self.path} has {problem}.")
 
     def read(self, key: str, allowed: str, is_allowed: Callable[[Any], bool], default: Any = None) -> Any:
         """Read a value; InputError unless it `is_allowed`, which `allowed` describes."""
@@ -79,7 +79,7 @@ class ConfigFile(NamedTuple):
         try:
             config.check()
         except InputError as error:
-            raise InputError(f"{self.where} describes an invalid model: {error}") from error
+            raise InputError(f"{self.path} describes an invalid model: {error}") from error
         return config
 
 
@@ -87,9 +87,9 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= _LARGEST  # also rejects NaN
 
 
-def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
-    """Parse the architecture in the `config.json` at `where`; `InputError` if a key is missing or not supported."""
-    file = ConfigFile(tree, where)
+def from_hf(tree: dict[str, Any], path: str) -> ModelConfig:
+    """Parse the architecture in the `config.json` at `path`; `InputError` if a key is missing or not supported."""
+    file = ConfigFile(tree, path)
     file.require_zaya(_FIXED)
     sizes = {ours: file.whole(theirs) for ours, theirs in _SIZES.items()}
     types = _layer_types(file, sizes["num_layers"])
@@ -135,7 +135,7 @@ def _rope(file: ConfigFile, types: list[str]) -> tuple[dict[str, float], float]:
             file.fail(f"rope_parameters.{kind} {shown(section)}, but it must be a section")
         if section.get("rope_type", "default") != "default":
             file.fail(f"rope_type {shown(section['rope_type'])}, but only 'default' is supported")
-        values = ConfigFile(section, f"{file.where}, rope_parameters.{kind},")
+        values = ConfigFile(section, f"{file.path}, rope_parameters.{kind},")
         bases[kind] = values.number("rope_theta", bases[kind])
         fractions.append(values.number("partial_rotary_factor", 0.5))
     if len(set(fractions)) > 1:

@@ -13,12 +13,13 @@ import numpy as np
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
-from zaya_jax.hf.finite import is_finite, not_finite
+from zaya_jax.hf.finite import finite_cast
 from zaya_jax.hf.folder import INDEX
 from zaya_jax.hf.legacy_config import to_legacy
-from zaya_jax.hf.safetensors import DTYPES, Buffer, TensorHeader, write_file
-from zaya_jax.hf.tensors import Tensor, legacy_tensors, tensors
+from zaya_jax.hf.safetensors import DTYPES, TensorHeader, write_file
+from zaya_jax.hf.tensors import legacy_tensors, tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
+from zaya_jax.model.hf_names import HfTensor
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.run.files import expanded, json_text, sync_folder, write_atomically
@@ -27,7 +28,7 @@ from zaya_jax.run.tokenizer import TOKENIZER_FILES
 from zaya_jax.run.writing import PARTIAL, new_folder, resolved
 
 Layout = Literal["hf", "legacy"]
-LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[Tensor]]]] = {
+LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[HfTensor]]]] = {
     "hf": (to_hf, tensors),
     "legacy": (to_legacy, legacy_tensors),
 }
@@ -83,9 +84,9 @@ def read_arrays(values: Mapping[str, jax.Array]) -> Read:
     return lambda name, group: np.asarray(values[name] if group is None else values[name][group])
 
 
-def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype, most: int) -> None:
+def _write_weights(folder: Path, rows: list[HfTensor], read: Read, dtype: np.dtype, most: int) -> None:
     described = _described(rows, dtype)
-    shards: list[list[Tensor]] = [[]]
+    shards: list[list[HfTensor]] = [[]]
     size = 0
     for row in rows:
         size += described[row.name].bytes
@@ -93,49 +94,42 @@ def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype
             shards.append([])
             size = described[row.name].bytes
         shards[-1].append(row)
-    if len(shards) == 1:
-        write_tensors(folder, {"model.safetensors": rows}, read, dtype)
-        return
     files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
-    write_tensors(folder, files, read, dtype)
-    size, places = sum(each.bytes for each in described.values()), {}
-    for name, shard in files.items():
-        places |= {row.name: name for row in shard}
-    write_atomically(folder / INDEX, json_text({"metadata": {"total_size": size}, "weight_map": places}))
+    write_tensors(folder, files if len(shards) > 1 else {"model.safetensors": rows}, read, dtype)
+    if len(shards) > 1:
+        size = sum(each.bytes for each in described.values())
+        places = {row.name: name for name, shard in files.items() for row in shard}
+        write_atomically(folder / INDEX, json_text({"metadata": {"total_size": size}, "weight_map": places}))
 
 
-def write_tensors(folder: Path, files: Mapping[str, list[Tensor]], read: Read, dtype: np.dtype) -> None:
+def write_tensors(folder: Path, files: Mapping[str, list[HfTensor]], read: Read, dtype: np.dtype) -> None:
     """Write the files of an existing folder by name, one tensor at a time; see `write_folder`."""
     described = {name: _described(rows, dtype) for name, rows in files.items()}
     total = sum(tensor.bytes for tensors in described.values() for tensor in tensors.values())
     with WorkProgress("exporting", total) as progress:
 
-        def pieces(row: Tensor, dtype: np.dtype) -> Iterator[Buffer]:
+        def pieces(row: HfTensor, dtype: np.dtype) -> Iterator[memoryview]:
             for piece in _pieces(row, read, dtype):
                 yield piece
                 progress.add(len(piece))
 
         for name, rows in files.items():
-            content = ((row.name, pieces(row, described[name][row.name].dtype)) for row in rows)
+            content = [pieces(row, described[name][row.name].dtype) for row in rows]
             write_file(folder / name, described[name], content)
 
 
-def _described(rows: list[Tensor], dtype: np.dtype) -> dict[str, TensorHeader]:
+def _described(rows: list[HfTensor], dtype: np.dtype) -> dict[str, TensorHeader]:
     exact = np.dtype(np.float32)
     return {row.name: TensorHeader(exact if is_balancing_bias(row.leaf) else dtype, row.shape) for row in rows}
 
 
-def _pieces(tensor: Tensor, read: Read, dtype: np.dtype) -> Iterator[Buffer]:
+def _pieces(tensor: HfTensor, read: Read, dtype: np.dtype) -> Iterator[memoryview]:
     """Yield a tensor's bytes, converted a few rows at a time."""
     ours = read(tensor.leaf, tensor.group)
     x = tensor.to_theirs(ours if tensor.part is None else ours[tensor.part])
     rows = max(1, _BLOCK // max(1, x[:1].nbytes))
     for at in range(0, len(x), rows):
-        with np.errstate(over="ignore"):
-            block = np.ascontiguousarray(x[at : at + rows].astype(dtype, copy=False))
-        if not is_finite(block):
-            stored = np.ascontiguousarray(x[at : at + rows])
-            raise not_finite(f"The tensor {tensor.name}", stored, dtype, "export an earlier checkpoint")
+        block = finite_cast(x[at : at + rows], dtype, tensor.name, "export an earlier checkpoint")
         yield block.reshape(-1).view(np.uint8).data
 
 
@@ -167,7 +161,12 @@ def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterat
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
     partial = folder.with_name(f"{os.fsdecode(os.fsencode(folder.name)[:247])}.partial")  # a name has at most 255 bytes
-    _check_remains(partial)
+    if os.path.lexists(partial):
+        is_own = not partial.is_symlink() and partial.is_dir() and partial.stat().st_uid == os.geteuid()
+        known = is_own and all(PARTIAL.fullmatch(x.name) or any(map(x.match, _WRITTEN)) for x in partial.iterdir())
+        if not known:
+            problem = f"{partial} exists and was not left by an interrupted export"
+            raise InputError(f"{problem}. Move or delete it, then rerun.")
     try:
         with new_folder(folder, partial):
             yield partial
@@ -178,14 +177,3 @@ def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterat
         if str(error.filename or partial).startswith(str(partial)):
             error.filename = str(folder)
         raise
-
-
-def _check_remains(partial: Path) -> None:
-    """Raise `InputError` for anything but what a killed export of this user left."""
-    if not os.path.lexists(partial):
-        return
-    is_own = not partial.is_symlink() and partial.is_dir() and partial.stat().st_uid == os.geteuid()
-    if not is_own or not all(
-        PARTIAL.fullmatch(path.name) or any(map(path.match, _WRITTEN)) for path in partial.iterdir()
-    ):
-        raise InputError(f"{partial} exists and was not left by an interrupted export. Move or delete it, then rerun.")

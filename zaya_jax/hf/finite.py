@@ -1,8 +1,5 @@
 """Detect NaN and infinite weights in host memory, at 5 GB/s and more."""
 
-from collections.abc import Iterable
-from pathlib import Path
-
 import numpy as np
 
 from zaya_jax.errors import InputError
@@ -20,23 +17,15 @@ def is_finite(x: np.ndarray) -> bool:
     return all((pattern[at : at + _BLOCK] & magnitude).max() < infinity for at in range(0, pattern.size, _BLOCK))
 
 
-def require_finite(folder: Path, tensors: Iterable[tuple[str, np.ndarray]], dtype: np.dtype, remedy: str) -> None:
-    """Raise `InputError` if a tensor of `folder` is not finite in `dtype`.
+def finite_cast(stored: np.ndarray, dtype: np.dtype, name: str, remedy: str) -> np.ndarray:
+    """Return the values of the tensor `name` in `dtype`, contiguous; `InputError` if they are not finite.
 
-    `remedy` says what to do if its stored values are not finite.
+    `remedy` says what to do if those that are `stored` are not finite.
     """
-    for name, stored in tensors:
-        with np.errstate(over="ignore"):
-            values = stored.astype(dtype, copy=False)
-        if not is_finite(values):
-            raise not_finite(f"The tensor {name} in {folder}", stored, dtype, remedy)
-
-
-def not_finite(tensor: str, stored: np.ndarray, dtype: np.dtype, remedy: str) -> InputError:
-    """Build the error for a tensor that is not finite in `dtype`; `stored` are the values before that cast.
-
-    `tensor` is the subject of the message; `remedy` says what to do if the stored values are not finite.
-    """
-    if not is_finite(stored):
-        return InputError(f"{tensor} has NaN or infinite values; {remedy}.")
-    return InputError(f"{tensor} has values beyond the range of {dtype.name}; choose a wider dtype.")
+    with np.errstate(over="ignore"):
+        values = np.ascontiguousarray(stored.astype(dtype, copy=False))
+    if not is_finite(values):
+        beyond = f"values beyond the range of {dtype.name}; choose a wider dtype"
+        problem = beyond if is_finite(stored) else f"NaN or infinite values; {remedy}"
+        raise InputError(f"The tensor {name} has {problem}.")
+    return values

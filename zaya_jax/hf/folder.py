@@ -9,7 +9,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.config import from_hf
 from zaya_jax.hf.legacy_config import from_legacy
 from zaya_jax.hf.safetensors import TensorFile, read_header
-from zaya_jax.hf.tensors import Tensor, is_legacy, legacy_tensors, tensors
+from zaya_jax.hf.tensors import is_legacy, legacy_tensors, tensors
+from zaya_jax.model.hf_names import HfTensor
 from zaya_jax.run.files import expanded, read_object, require_existing
 
 INDEX = "model.safetensors.index.json"
@@ -23,7 +24,8 @@ class Folder(NamedTuple):
     path: Path
     config: ModelConfig
     legacy: bool  # whether it has the legacy layout of alternating layers (docs/reference.md §12.2)
-    tensors: tuple[Tensor, ...]  # the tensors and the parameters they belong to
+    # The tensors of each parameter, or layer of one, by name and index in the stack, in order along the first axis.
+    tensors: dict[tuple[str, int | None], list[HfTensor]]
     stored: dict[str, TensorFile]  # name → location in a file
 
 
@@ -45,24 +47,24 @@ def open_folder(folder: str | Path) -> Folder:
     config = (from_legacy if legacy else from_hf)(tree, str(folder / "config.json"))
     # One more than stored is enough to detect a missing tensor, however many the configuration asks for.
     expected = tuple(islice((legacy_tensors if legacy else tensors)(config), len(stored) + 1))
-    for tensor in expected:
-        if tensor.name not in stored:
-            raise InputError(f"The tensor {tensor.name} is missing in {folder}.")
-        _check_shape(folder, tensor.name, stored[tensor.name], tensor.shape)
-    names = {tensor.name for tensor in expected} | {_HEAD}  # a tied head can be stored redundantly
+    shapes = {tensor.name: tensor.shape for tensor in expected}
+    if _HEAD in stored:  # a tied head can be stored redundantly
+        shapes[_HEAD] = shapes[_EMBEDDING]
+    for name, shape in shapes.items():
+        if name not in stored:
+            raise InputError(f"The tensor {name} is missing in {folder}.")
+        if stored[name].shape != shape:
+            differ = f"shape {list(stored[name].shape)}, but config.json requires {list(shape)}"
+            raise InputError(f"The tensor {name} in {folder} has {differ}.")
     for name in stored:
-        if name not in names:
+        if name not in shapes:
             raise InputError(f"The tensor {name} in {folder} does not belong to this architecture.")
     if _HEAD in stored:
-        _check_shape(folder, _HEAD, stored[_HEAD], stored[_EMBEDDING].shape)
         _check_tied(folder, stored[_HEAD], stored[_EMBEDDING])
-    return Folder(folder, config, legacy, expected, stored)
-
-
-def _check_shape(folder: Path, name: str, stored: TensorFile, shape: tuple[int, ...]) -> None:
-    if stored.shape != shape:
-        shapes = f"shape {list(stored.shape)}, but config.json requires {list(shape)}"
-        raise InputError(f"The tensor {name} in {folder} has {shapes}.")
+    by_parameter: dict[tuple[str, int | None], list[HfTensor]] = {}
+    for tensor in expected:
+        by_parameter.setdefault((tensor.leaf, tensor.group), []).append(tensor)
+    return Folder(folder, config, legacy, by_parameter, stored)
 
 
 def _check_tied(folder: Path, head: TensorFile, embedding: TensorFile) -> None:
@@ -74,7 +76,6 @@ def _check_tied(folder: Path, head: TensorFile, embedding: TensorFile) -> None:
 
 
 def _stored(folder: Path) -> dict[str, TensorFile]:
-    """Locate each tensor."""
     if not (folder / INDEX).exists():
         return read_header(folder / "model.safetensors")
     weight_map = read_object(folder / INDEX).get("weight_map")
@@ -82,8 +83,8 @@ def _stored(folder: Path) -> dict[str, TensorFile]:
         raise InputError(f"{folder / INDEX} has no weight_map.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors") or "\0" in file:
-            where = f"{name:.200} in {file!r:.200}"
-            raise InputError(f"{folder / INDEX} places {where}, which is not a file of that folder.")
+            entry = f"{name:.200} in {file!r:.200}"
+            raise InputError(f"{folder / INDEX} places {entry}, which is not a file of that folder.")
     headers = {file: read_header(folder / file) for file in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in headers[file]:

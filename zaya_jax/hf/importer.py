@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zaya_jax.errors import InputError
-from zaya_jax.hf.finite import require_finite
+from zaya_jax.hf.finite import finite_cast
 from zaya_jax.hf.folder import Folder
 from zaya_jax.hf.safetensors import TensorFile
-from zaya_jax.hf.tensors import Tensor
 from zaya_jax.job.multihost import is_primary
+from zaya_jax.model.hf_names import HfTensor
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import abstract_weights
 from zaya_jax.run.progress import WorkProgress
@@ -33,24 +33,22 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
     The first layer's router state scale, which folders do not store, is one. `InputError` if `abstract` does not match
     the folder's architecture (nothing is allocated), or a tensor is not finite as stored or in the dtype of `abstract`.
     """
+    known = abstract_weights(folder.config)
     for name, x in abstract.items():
-        there = abstract_weights(folder.config).get(name)
-        if there is None or there.shape != x.shape:
+        if name not in known or known[name].shape != x.shape:
             problem = f"it has no parameter {name} of shape {list(x.shape)}"
             raise InputError(f"{folder.path} has a different architecture: {problem}.")
     made = _allocate(abstract)
-    parts: dict[tuple[str, int | None], list[Tensor]] = {}  # of each layer's parameter, in order along its first axis
-    for tensor in folder.tensors:
-        if tensor.leaf in abstract:
-            parts.setdefault((tensor.leaf, tensor.group), []).append(tensor)
+    parts = {key: tensors for key, tensors in folder.tensors.items() if key[0] in abstract}
     sizes = {key: sum(folder.stored[tensor.name].bytes for tensor in tensors) for key, tensors in parts.items()}
     with WorkProgress(f"loading {folder.path.name}", sum(sizes.values()), show=is_primary()) as progress:
         for (leaf, group), tensors in parts.items():
             views = [_open(tensor, folder.stored[tensor.name]) for tensor in tensors]
             made[leaf], finite = _placed(made[leaf], group, views)
             if not finite:
-                stored = ((tensor.name, folder.stored[tensor.name].open()) for tensor in tensors)
-                require_finite(folder.path, stored, made[leaf].dtype, "the model would compute NaN")
+                for tensor in tensors:
+                    name, stored = f"{tensor.name} in {folder.path}", folder.stored[tensor.name].open()
+                    finite_cast(stored, made[leaf].dtype, name, "the model would compute NaN")
                 raise InputError(f"The parameter {leaf} in {folder.path} is not finite on the device.")
             progress.add(sizes[leaf, group])
     return made
@@ -63,7 +61,7 @@ def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Arr
     return jax.jit(start, out_shardings={name: x.sharding for name, x in abstract.items()})()
 
 
-def _open(tensor: Tensor, stored: TensorFile) -> np.ndarray:
+def _open(tensor: HfTensor, stored: TensorFile) -> np.ndarray:
     """Map a tensor in our layout; nothing is read yet, unless it is of float64."""
     view = tensor.to_ours(stored.open())
     if view.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
@@ -142,5 +140,5 @@ def _writer(sharding: Sharding) -> Callable[..., jax.Array]:
         at = [starts.get(axis, np.int32(0)) for axis in range(leaf.ndim)]
         return jax.lax.dynamic_update_slice(leaf, piece, at), jnp.isfinite(piece).all()
 
-    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
-    return jax.jit(write, donate_argnums=0, out_shardings=(sharding, whole))
+    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return jax.jit(write, donate_argnums=0, out_shardings=(sharding, replicated))

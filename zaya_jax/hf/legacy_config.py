@@ -66,9 +66,9 @@ _READ = {*_WRITTEN, "num_hidden_layers", "num_query_groups_list", "ffn_hidden_si
 _READ |= {"zaya_layers", "cca_num_q_heads", "swa_layers", "rotary_base", "rope_pct"}
 
 
-def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
+def from_legacy(tree: dict[str, Any], path: str) -> ModelConfig:
     """Parse the architecture in a legacy `config.json`, see `from_hf`; unknown keys of ZAYA are rejected, too."""
-    file = ConfigFile(tree, where)
+    file = ConfigFile(tree, path)
     file.require_zaya(_FIXED)
     for key in tree:
         if key.startswith(_OWN) and key not in _READ | _OBSOLETE | set(_FIXED):
@@ -77,7 +77,7 @@ def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
     attention, mixture = range(0, sublayers, 2), range(1, sublayers, 2)
     heads, hidden = file.whole("num_attention_heads"), file.whole("hidden_size")
     width = tree.get("head_dim") or tree.get("kv_channels")
-    fused = _one_of(file, ("ffn_hidden_size_list", "ffn_hidden_size"), mixture)
+    fused = _read_size(file, ("ffn_hidden_size_list", "ffn_hidden_size"), mixture)
     if fused % 2:
         file.fail(f"ffn_hidden_size {fused}, but it must be even (gate and up)")
     pattern, sliding_window = _windows(file, sublayers)
@@ -85,12 +85,12 @@ def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
         vocab_size=file.whole("vocab_size"),
         hidden_size=hidden,
         num_layers=sublayers // 2,
-        num_query_heads=_one_of(file, ("cca_num_q_heads", "num_attention_heads"), attention),
-        num_kv_heads=_one_of(file, ("num_query_groups_list", "num_query_groups", "num_key_value_heads"), attention),
-        head_dim=hidden // heads if width is None else ConfigFile({"head_dim": width}, where).whole("head_dim"),
-        num_experts=_one_of(file, ("zaya_layers", "num_experts"), mixture),
+        num_query_heads=_read_size(file, ("cca_num_q_heads", "num_attention_heads"), attention),
+        num_kv_heads=_read_size(file, ("num_query_groups_list", "num_query_groups", "num_key_value_heads"), attention),
+        head_dim=hidden // heads if width is None else ConfigFile({"head_dim": width}, path).whole("head_dim"),
+        num_experts=_read_size(file, ("zaya_layers", "num_experts"), mixture),
         expert_size=fused // 2,
-        router_size=_one_of(file, ("zaya_mlp_expansion",), mixture),
+        router_size=_read_size(file, ("zaya_mlp_expansion",), mixture),
         max_positions=file.whole("max_position_embeddings"),
         depthwise_kernel=file.whole("cca_time0", 2),
         grouped_kernel=file.whole("cca_time1", 2),
@@ -119,7 +119,7 @@ def _sublayers(file: ConfigFile) -> int:
     return len(layers)
 
 
-def _one_of(file: ConfigFile, keys: Sequence[str], at: range) -> int:
+def _read_size(file: ConfigFile, keys: Sequence[str], at: range) -> int:
     """Read the size under the first of `keys` that is present; in a list, the entries `at` must agree."""
     key = next((key for key in keys if file.tree.get(key) is not None), keys[-1])
     entries = file.tree.get(key)
@@ -130,7 +130,7 @@ def _one_of(file: ConfigFile, keys: Sequence[str], at: range) -> int:
     values = [entries[index] for index in at]
     if any(value != values[0] for value in values):
         file.fail(f"different {key} in different layers ({shown(values)}), but they must be equal")
-    return ConfigFile({key: values[0]}, file.where).whole(key)
+    return ConfigFile({key: values[0]}, file.path).whole(key)
 
 
 def _windows(file: ConfigFile, sublayers: int) -> tuple[tuple[AttentionKind, ...], int | None]:
@@ -170,8 +170,8 @@ def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
     pattern = config.period * config.num_groups
     sliding = "sliding" in pattern
     if sliding and config.sliding_window == 1:
-        why = "which the legacy layout cannot represent (it stores the window minus 1, and 0 means full attention)"
-        raise InputError(f"model.sliding_window is 1, {why}; export with --layout hf.")
+        problem = "which the legacy layout cannot represent (it stores the window minus 1, and 0 means full attention)"
+        raise InputError(f"model.sliding_window is 1, {problem}; export with --layout hf.")
     back = (config.sliding_window or 1) - 1
     return {
         **described,

@@ -11,10 +11,10 @@ from typing import Any
 from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.hf.config import to_hf
 from zaya_jax.hf.exporter import Read, output_folder, stored_dtype, write_tensors
-from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.hf.tensors import tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.experts import HF_EXPERTS
-from zaya_jax.model.hf_names import transposed
+from zaya_jax.model.hf_names import HfTensor, transposed
 from zaya_jax.model.lora import ADAPTED, adapter_names
 from zaya_jax.model.tree import roles
 from zaya_jax.model.zaya import abstract_model
@@ -40,10 +40,9 @@ def write_peft_folder(
         write_tensors(partial, {"adapter_model.safetensors": rows}, read, kind)
 
 
-def adapter_tensors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def adapter_tensors(matrix: HfTensor, rank: int) -> tuple[HfTensor, HfTensor]:
     """Return the tensors of the adapters A and B of a matrix."""
     module, _, parameter = matrix.name.rpartition(".")
-    name_a, name_b = (tuple(name.split(".")) for name in adapter_names(matrix.leaf))
     *stack, out, width = matrix.shape
     if stack:
         (e,) = stack
@@ -56,11 +55,12 @@ def adapter_tensors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         e, to_a, to_b = 1, (transposed, transposed), (transposed, transposed)
     inner = ".base_layer" if stack and HF_EXPERTS[0].endswith(parameter) else ""
     name = f"base_model.model.{module}{inner}.lora_"
-    tensor_a = Tensor(f"{name}A.weight", name_a, matrix.group, (e * rank, width), *to_a)
-    return tensor_a, Tensor(f"{name}B.weight", name_b, matrix.group, (out, rank * e), *to_b)
+    leaf_a, leaf_b = adapter_names(matrix.leaf)
+    tensor_a = HfTensor(f"{name}A.weight", leaf_a, (e * rank, width), *to_a, group=matrix.group)
+    return tensor_a, HfTensor(f"{name}B.weight", leaf_b, (out, rank * e), *to_b, group=matrix.group)
 
 
-def _adapter_config(matrices: list[Tensor], lora: LoraConfig, base: str) -> dict[str, Any]:
+def _adapter_config(matrices: list[HfTensor], lora: LoraConfig, base: str) -> dict[str, Any]:
     in_layer = dict.fromkeys(matrix.name.split(".", 3)[3] for matrix in matrices)  # after 'model.layers.0.'
     return {
         "peft_type": "LORA",

@@ -26,8 +26,7 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-Buffer = bytes | memoryview
-Content = Iterable[tuple[str, Iterable[Buffer]]]  # name of each tensor and the pieces of its bytes
+Pieces = Iterable[bytes | memoryview]  # of a tensor's bytes
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -83,15 +82,15 @@ def read_header(path: Path) -> dict[str, TensorFile]:
     except (OSError, ValueError) as error:  # ValueError: an invalid path
         if isinstance(error, InputError):
             raise
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{str(path)!r} cannot be read: {why}.") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{str(path)!r} cannot be read: {reason}.") from error
     return tensors
 
 
-def write_file(path: Path, described: Mapping[str, TensorHeader], content: Content) -> None:
+def write_file(path: Path, described: Mapping[str, TensorHeader], content: Iterable[Pieces]) -> None:
     """Write or replace a file tensor by tensor, atomically and durably.
 
-    `content` has the name of each tensor and the pieces of its bytes, in the order of `described`, or ValueError.
+    `content` has the pieces of the bytes of each tensor of `described`, in that order; ValueError if these are not all.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
@@ -102,12 +101,7 @@ def write_file(path: Path, described: Mapping[str, TensorHeader], content: Conte
     text += b" " * (-len(text) % 8)  # aligns the tensors to the size of their dtype
     with new_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        names = iter(described)
-        for name, pieces in content:
-            if (expected := next(names, None)) != name:
-                raise ValueError(f"The tensor {name} was written where {expected} was declared.")
+        for (name, tensor), pieces in zip(described.items(), content, strict=True):
             written = sum(file.write(piece) for piece in pieces)
-            if written != described[name].bytes:
-                raise ValueError(f"The tensor {name} has {written} bytes, but {described[name].bytes} were declared.")
-        if (missing := next(names, None)) is not None:
-            raise ValueError(f"The tensor {missing} was declared but not written.")
+            if written != tensor.bytes:
+                raise ValueError(f"The tensor {name} has {written} bytes, but {tensor.bytes} were declared.")

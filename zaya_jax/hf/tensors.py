@@ -6,42 +6,22 @@ and the last one belongs to the model. Each expert is a separate tensor.
 """
 
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.model.experts import HF_EXPERTS
-from zaya_jax.model.hf_names import Change, transposed
+from zaya_jax.model.hf_names import HfTensor, transposed, within
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.zaya import Block, Zaya
 
 
-class Tensor(NamedTuple):
-    """One tensor of the folder and the parameter, or part of it, that it stores."""
-
-    name: str  # in the folder
-    path: tuple[str | int, ...]  # attribute path of the parameter; 'blocks' is followed by the position in the period
-    group: int | None  # index in the parameter's stack; None if it is not stacked
-    shape: tuple[int, ...]  # in the folder
-    to_ours: Change  # converts the folder's layout to the parameter's
-    to_theirs: Change  # the inverse
-    part: slice | None = None  # of the parameter, along the first axis after the stack; None: all of it
-
-    @property
-    def leaf(self) -> str:
-        """The parameter's flat name (`model.tree`)."""
-        return ".".join(map(str, self.path))
-
-
-def tensors(config: ModelConfig) -> Iterator[Tensor]:
+def tensors(config: ModelConfig) -> Iterator[HfTensor]:
     """List every tensor of a folder with this architecture."""
-    for row in Zaya.hf_tensors(config):
-        yield Tensor(row.name, row.path, None, *row[2:])
+    yield from Zaya.hf_tensors(config)
     for index in range(config.num_layers):
         group, position = divmod(index, len(config.period))
-        for row in Block.hf_tensors(config, config.layer_kinds[position]):
-            tensor = Tensor(f"model.layers.{index}.{row.name}", ("blocks", position, *row.path), group, *row[2:])
+        for tensor in within(f"blocks.{position}", Block.hf_tensors(config, config.layer_kinds[position])):
             if not is_inert(tensor.leaf, group):
-                yield tensor
+                yield tensor._replace(name=f"model.layers.{index}.{tensor.name}", group=group)
 
 
 _MODEL = {
@@ -79,7 +59,7 @@ def is_legacy(names: Collection[str]) -> bool:
     return any(".zaya_block." in name for name in names)
 
 
-def legacy_tensors(config: ModelConfig) -> Iterator[Tensor]:
+def legacy_tensors(config: ModelConfig) -> Iterator[HfTensor]:
     """List every tensor of a legacy folder with this architecture."""
     for tensor in tensors(config):
         head, _, rest = tensor.name.removeprefix("model.layers.").partition(".")

@@ -98,8 +98,8 @@ def _find_job(flags: Flags, seconds: int) -> Job | None:
     return Job(host, port, source, processes, process)
 
 
-def _unusable(what: str, error: Exception) -> InputError:
-    return InputError(f"{what} cannot be used: {(str(error).splitlines() or [type(error).__name__])[0][:200]}")
+def _unusable(subject: str, error: Exception) -> InputError:
+    return InputError(f"{subject} cannot be used: {(str(error).splitlines() or [type(error).__name__])[0][:200]}")
 
 
 def is_primary() -> bool:

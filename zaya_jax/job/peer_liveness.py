@@ -89,7 +89,7 @@ class PeerLiveness:
                 self.stop_step.receive(line)
         return lines is not None
 
-    def _end_if(self, lost: Sequence[Peer], how: str) -> None:
+    def _end_if(self, lost: Sequence[Peer], event: str) -> None:
         if lost:
-            sentences = " ".join(f"Process {peer} {how}." for peer in lost)
+            sentences = " ".join(f"Process {peer} {event}." for peer in lost)
             self.leave(f"Stopped: {sentences} {_AGAIN}", 1)

@@ -5,7 +5,7 @@ import signal
 from types import FrameType
 
 from zaya_jax.job.stop_step import StopStep
-from zaya_jax.run.signals import NAMES, Listener, exit_status, warn
+from zaya_jax.run.signals import NAMES, Listener, warn
 
 
 class Preemption(Listener):
@@ -22,7 +22,7 @@ class Preemption(Listener):
         super().__init__(self._announce, self._handle_signal)
         self._stop_step, self._is_supervised = stop_step, is_supervised
         self._armed = self._announced = False
-        self._number: int | None = None
+        self.number: int | None = None  # of the signal that this process itself received
 
     def arm(self) -> None:
         """Start to save on a signal, since now there is something to save."""
@@ -30,27 +30,12 @@ class Preemption(Listener):
 
     def reached(self) -> bool:
         """True if the run must save and exit now; all processes must call it equally often."""
-        return self._number is not None if self._stop_step is None else self._stop_step.reached()
-
-    @property
-    def signalled(self) -> bool:
-        """True if this process itself received a signal."""
-        return self._number is not None
-
-    @property
-    def name(self) -> str:
-        """Name of the signal, as in `NAMES`."""
-        return NAMES[self._number or signal.SIGTERM]
-
-    @property
-    def status(self) -> int:
-        """Exit status of a process that the signal ended."""
-        return exit_status(self._number or signal.SIGTERM)
+        return self.number is not None if self._stop_step is None else self._stop_step.reached()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread, between two of its instructions."""
-        if self._armed and self._number is None:
-            self._number = number
+        if self._armed and self.number is None:
+            self.number = number
         elif self._armed and self._is_supervised:
             return
         elif not self.nested:

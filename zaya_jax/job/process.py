@@ -25,14 +25,10 @@ class TrainingProcess:
         self.peers: PeerLiveness | None = None  # the other processes of the job
         self.progress = record_from_environment()
 
-    def finish(self, status: int, sentence: str) -> None:
-        """Record how this process ends."""
-        self.progress.end(status, sentence, is_origin=True)
-
     def stop(self, number: int) -> None:
         """Exit at once: there is nothing to save, or this is the second signal."""
         sentence, status = f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number)
-        self.finish(status, sentence)
+        self.progress.end(status, sentence, is_origin=True)
         if self.run_dir:
             run = expanded(self.run_dir)
             writer = threading.Thread(target=mark_stopped, args=(run, status, sentence), daemon=True)
@@ -61,7 +57,7 @@ class TrainingProcess:
     def fail(self, error: Exception) -> NoReturn:
         """End the whole job after an error in this process, which the loss of another process may have caused."""
         if self.peers is None:
-            self.finish(ExitCode.STOPPED, _describe(error))
+            self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=True)
             raise error
         from zaya_jax.job.multihost import is_peer_loss
 
@@ -70,8 +66,8 @@ class TrainingProcess:
         else:
             traceback.print_exc()
         self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=not is_lost)
-        why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
-        self.peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
+        self.peers.leave(f"Stopped: {reason}.{_saved(self.run_dir)}", ExitCode.STOPPED)
 
 
 def _describe(error: Exception) -> str:

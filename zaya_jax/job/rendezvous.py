@@ -80,9 +80,8 @@ def split_address(text: str, source: str) -> tuple[str, int]:
 def connect_processes(job: Job, seconds: float) -> list[Peer]:
     """Wait for `seconds` until all processes are connected; return process 0's peers, or in the others process 0.
 
-    Raises:
-      PeersMissing: a process is missing or lost, or the address is in use.
-      InputError: the indices, numbers of processes or secrets contradict, or the address cannot be used.
+    `PeersMissing` if a process is missing or lost, or the address is in use; `InputError` if the indices, numbers of
+    processes or secrets contradict, or the address cannot be used.
     """
     if job.processes == 1:
         return []
@@ -141,8 +140,8 @@ class _Members:
             if self._selector.get_map():
                 is_local = all(address == "::1" or address.startswith("127.") for address in addresses)
                 if is_local and host not in (*addresses, "localhost"):
-                    where = f"{host} is {' and '.join(addresses)} on this host, which other hosts cannot reach"
-                    warn_once(f"{where}. If the job has others, {_BIND}.")
+                    problem = f"{host} is {' and '.join(addresses)} on this host, which other hosts cannot reach"
+                    warn_once(f"{problem}. If the job has others, {_BIND}.")
                 return
             # A name may still lead to the host of an earlier start, and an address may come up late.
             problem = f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host"

@@ -1,5 +1,6 @@
 """The process that compiles: `python -m zaya_jax.lab.compile_worker step|proof|cases|products GPU … FOLDER`."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -21,23 +22,25 @@ from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.kernels import Request, requested
 from zaya_jax.lab.predict.compilers.toolchain import compile_program, compile_traced, gpu_devices, load_compiler
 from zaya_jax.ops.kernel_table import find_table
-from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.registry import KernelSelection, pins_on, select_kernels
 from zaya_jax.train.program import Programs, make_programs
 
 
 def compile_step(gpu: str, phase: str, devices: str, path: str, folder: str) -> None:
     """Write the scheduled program and the compiler's figures of the largest step of a phase into `folder`."""
     config, index, target = _load(path), int(phase), GPUS[gpu].target
-    kernels = select_kernels(target, config.model, config.train.compute_dtype, find_table(target, print), config.ops)
+    table, dtype = find_table(target, print), config.train.compute_dtype
+    kernels, stand_ins = select_kernels(target, config.model, dtype, table, config.ops).without_libraries()
     program = Programs(config, kernels, gpu_devices(gpu, int(devices)))[index]
     compiled = compile_traced(lambda: program.trace(largest_stage(config, index)), gpu, program.placement.mesh)
     (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")
-    _write_facts(folder, program_memory(compiled))
+    _write_facts(folder, program_memory(compiled) | {"stand_ins": stand_ins})
 
 
 def prove_step(_: str, phase: str, path: str, folder: str) -> None:
     """Compile or lower the step of a phase for the devices of this process, and write which into `folder`."""
     config, index = _load(path), int(phase)
+    config = dataclasses.replace(config, ops=pins_on("cpu", config.ops))
     step = make_programs(config)[index].trace(largest_stage(config, index))
     parallel = config.parallel_for(config.phases[index])
     ragged = parallel.expert > 1 and parallel.expert_exchange == "ragged"
@@ -73,7 +76,7 @@ def compile_cases(gpu: str, request: str, folder: str) -> None:
 def compile_products(gpu: str, request: str, path: str, folder: str) -> None:
     """Compile the products of a `gemm.sweep.Request`, given as JSON, and write them into `folder`."""
     config, wanted = load_config(path), GemmRequest(**json.loads(request))
-    kernels = select_kernels(GPUS[gpu].target, config.model, wanted.dtype, None, config.ops)
+    kernels, _ = select_kernels(GPUS[gpu].target, config.model, wanted.dtype, None, config.ops).without_libraries()
     for index, problem in enumerate(make_problems(config, wanted, kernels)):
         compile_program(program_name(index), problem.run, (*problem.arrays, *problem.integers), gpu, Path(folder))
 

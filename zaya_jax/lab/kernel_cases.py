@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -108,7 +109,7 @@ def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], t
         return jax.vjp(lambda *floats: run(*floats, *arrays[count:]), *arrays[:count])
 
     out, pull = jax.jit(kept)(*arrays)
-    return _pulled, (pull, drawn(out))
+    return operator.call, (pull, drawn(out))
 
 
 def passes(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -122,10 +123,6 @@ def passes(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tu
         return out, pull(cotangents)
 
     return both, (jax.eval_shape(run, *arguments), *arguments)
-
-
-def _pulled(pull: Callable[..., Any], cotangents: Any) -> Any:
-    return pull(cotangents)
 
 
 def drawn(shapes: Any) -> Any:
@@ -149,7 +146,6 @@ def _size(*arrays: Any) -> int:
 
 
 def _both(name: str, case: Case, **backward: Any) -> dict[str, Case]:
-    """Return a case and its backward pass, with what differs."""
     return {name: case, f"{name} backward": case._replace(backward=True, **backward)}
 
 

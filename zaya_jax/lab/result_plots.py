@@ -68,7 +68,6 @@ def draw(verb: str, path: Path, result: Result) -> str:
 
 
 def _lines(rows: Sequence[Result], name: Callable[[Result], str], *values: Callable[[Result], float]) -> dict[str, Any]:
-    """Return xs and ys of each line of `rows`, by its name."""
     points: dict[str, list[list[float]]] = {}
     for row in rows:
         points.setdefault(name(row), []).append([value(row) for value in values])
@@ -148,22 +147,15 @@ def _step(path: Path, result: Result) -> None:
 def _context(path: Path, result: Result) -> None:
     """Plot memory per device against the number of devices, for the longest sequence."""
     length = max(row["length"] for row in result["results"])
-    curves = memory_curves([row for row in result["results"] if row["length"] == length])
-    first = next(iter(curves.values()))
-    if 1 in first:
-        curves["one device / N (ideal)"] = {devices: first[1] / devices for devices in first}
-    lines = {kind: (list(curve), [size / 2**20 for size in curve.values()]) for kind, curve in curves.items()}
+    longest, lines = [row for row in result["results"] if row["length"] == length], {}
+    for kind in dict.fromkeys(row["attention"] for row in longest):  # the row of one device belongs to all
+        own = [row for row in longest if row["attention"] == kind or row["devices"] == 1]
+        lines[kind] = [row["devices"] for row in own], [row["bytes_per_device"] / 2**20 for row in own]
+    devices, (one, *_) = next(iter(lines.values()))
+    if 1 in devices:
+        lines["one device / N (ideal)"] = devices, [one / count for count in devices]
     title = f"Attention over {length:,} tokens, forward and backward"
     draw_lines(path, lines, title=title, x="number of devices N", y="memory per device (MiB)")
-
-
-def memory_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Return bytes per device by number of devices, by kind of attention; the row of one device belongs to all."""
-    curves: dict[str, dict[int, float]] = {}
-    for kind in dict.fromkeys(row["attention"] for row in rows):
-        own = [row for row in rows if row["attention"] == kind or row["devices"] == 1]
-        curves[kind] = {row["devices"]: row["bytes_per_device"] for row in own}
-    return curves
 
 
 def _sizing(path: Path, result: Result) -> None:

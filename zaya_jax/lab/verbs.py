@@ -31,8 +31,7 @@ def help_texts(program: str, run: Run) -> tuple[str, dict[str, Any]]:
     """Return a verb's name and its parser's texts, from its docstring: a description, and an example with the name."""
     *description, example = inspect.cleandoc(run.__doc__ or "").split("\n\n")
     text = textwrap.fill(" ".join(description), _COLUMNS, break_on_hyphens=False)
-    texts = {"description": text, "epilog": f"example: {program} {example}"}
-    return example.split()[0], texts | {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    return example.split()[0], {"description": text, "epilog": f"example: {program} {example}"}
 
 
 def add_config(verb: argparse.ArgumentParser) -> None:

@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    text, raw = "Describe, test and time this machine's devices.", argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=_PROGRAM, description=text, formatter_class=raw)
+    parser = Parser(prog=_PROGRAM, description="Describe, test and time this machine's devices.")
     verbs: Any = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_verb(verbs, _PROGRAM, _describe)
     for add in (*VERBS, sizing_command.add, _add_report, _add_kernels):
@@ -45,7 +44,7 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
 
     describe
     """
-    from zaya_jax.lab.measure.describe import describe_machine
+    from zaya_jax.lab.measure.installation import describe_machine
 
     machine = describe_machine()
     print(json.dumps(machine, indent=2))

@@ -10,12 +10,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.hf_names import no_form
 from zaya_jax.model.layers import matrix, param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.attention import AttentionInputs
 from zaya_jax.ops.names import MATMUL_OUTPUT
+
+
+class KeyValues(NamedTuple):
+    """Keys and values of one layer in a cache, heads side by side: x = k·c.
+
+    With the heads on an axis of their own, XLA would copy the whole cache at each decode step.
+    """
+
+    k_btx: jax.Array
+    v_btx: jax.Array
 
 
 class Context(NamedTuple):
@@ -66,8 +75,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, KeyValues | None]:
         """Apply attention and the output projection.
 
-        Returns:
-          [b, s, d] in the dtype of the queries, and the cache with the new keys and values (None without one).
+        Returns [b, s, d] in the dtype of the queries, and the cache with the new keys and values (None without one).
         """
         cached = cache is not None and context.cached_segments_bt is not None
         keys = context.cached_segments_bt if cached else context.key_segments_bt
@@ -94,10 +102,8 @@ class Attention(nnx.Module):
     ) -> Any:
         """Make the decode state of one layer before the first token, for `batch` rows of `capacity` tokens.
 
-        Returns:
-          A pytree of zeros, [batch, …] each, keys and values in `dtype`. With a window they are no more tokens than
-          that. Leaves that do not grow with `capacity` are what context parallelism sends between neighbours, besides
-          these.
+        A pytree of zeros, [batch, …] each, keys and values in `dtype`, with at most the tokens of a window. Leaves that
+        do not grow with `capacity` are what context parallelism sends between neighbours, besides these.
         """
         slots = capacity if layer.window is None else min(layer.window, capacity)
         shape = (batch, slots, config.kv_size)

@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.errors import InputError
-from zaya_jax.model.zaya import Zaya
+from zaya_jax.model.zaya import Maybe, Zaya
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.parts import LAYERS
 
-Maybe = jax.Array | None
 Note = Callable[[str, Any], None]
 
 
@@ -36,27 +35,18 @@ def capture(
 
     | name | value |
     |---|---|
-    | `layers.attention` | result of a module; the first one, if it returns several |
-    | `layers.mixture.1` | second result of a module |
-    | `layers.mixture.router.expert_bs` | field of a result |
+    | `layers.attention`, `layers.mixture` | result of a module; the first one, or the field `out_bsd`, of several |
+    | `layers.attention.1` | second result of a module |
+    | `layers.mixture.router.expert_bs`, `layers.mixture.counts_e` | field of a result |
     | `layers.mixture.args.h_bsd` | argument of a module, by the name in its signature |
     | `layers.mixture.router.probabilities`, `layers.attention.attend.args.q_bshc` | the same of other methods |
     | `layers.args.x_bsd`, `layers` | the residual stream before and after each layer |
 
-    Args:
-      model: the model.
-      tokens_bs: int32 token ids.
-      names: names or patterns such as `layers.mixture.*` (`fnmatch`); static under `jax.jit`. `capture_shapes` lists
-        the names.
-      segment_ids: see `Zaya.__call__`.
-      positions: see `Zaya.__call__`.
-      ops: implementations of the operations.
+    `names` may be patterns such as `layers.mixture.*` (`fnmatch`); they are static under `jax.jit`. `capture_shapes`
+    lists the names. See `Zaya.__call__` for the other arguments.
 
-    Returns:
-      The values by name, in the dtype in which the model computes them; those of layers are stacked, [l, …].
-
-    Raises:
-      InputError: no value has one of the names; the message lists those there are. See also `Zaya.__call__`.
+    Returns the values by name, in the dtype in which the model computes them; those of layers are stacked, [l, …].
+    `InputError`, which lists those there are, if no value has one of the names.
     """
     patterns = (names,) if isinstance(names, str) else tuple(names)
     values = _run(patterns, ops, model, tokens_bs, segment_ids, positions)
@@ -75,7 +65,7 @@ def capture_shapes(
 
 
 def _run(patterns: tuple[str, ...], ops: Ops, model: Zaya, *inputs: Maybe) -> dict[str, jax.Array]:
-    whole: dict[str, jax.Array] = {}
+    values_by_name: dict[str, jax.Array] = {}
     layers: list[dict[str, jax.Array]] = []  # of the layers that one step of the scan runs
 
     def gather_layer(block: Any) -> Any:
@@ -89,20 +79,20 @@ def _run(patterns: tuple[str, ...], ops: Ops, model: Zaya, *inputs: Maybe) -> di
             return carry, (out, {name: jnp.stack([values[name] for values in layers]) for name in layers[0]})
 
         carry, (out, values) = ops.scan_layers(recorded, carry, scanned)
-        whole.update({name: x.reshape(-1, *x.shape[2:]) for name, x in values.items()})
+        values_by_name.update({name: x.reshape(-1, *x.shape[2:]) for name, x in values.items()})
         return carry, out
 
     recording = dataclasses.replace(ops, gather_layer=gather_layer, scan_layers=scan_layers)
-    _Recorded(model, "", functools.partial(_note, whole, patterns))(*inputs, ops=recording)
-    return whole
+    _Recorded(model, "", functools.partial(_note, values_by_name, patterns))(*inputs, ops=recording)
+    return values_by_name
 
 
 def _note(values: dict[str, jax.Array], patterns: tuple[str, ...], name: str, value: Any) -> None:
     """Record an array, or the parts of a tuple, if a pattern matches; a second call in a layer is `name#2`."""
     if isinstance(value, tuple):
-        fields = getattr(value, "_fields", ("", *map(str, range(1, len(value)))))
+        fields = getattr(value, "_fields", ("out_bsd", *map(str, range(1, len(value)))))
         for field, part in zip(fields, value, strict=True):
-            _note(values, patterns, _join(name, field), part)
+            _note(values, patterns, name if field == "out_bsd" else _join(name, field), part)
     elif isinstance(value, jax.Array) and any(fnmatchcase(name, pattern) for pattern in patterns):
         calls = sum(known.partition("#")[0] == name for known in values)
         values[f"{name}#{calls + 1}" if calls else name] = value

@@ -1,15 +1,14 @@
 """Compressed convolutional attention (docs/reference.md §1.3; arXiv 2510.04476)."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model.attention import Attention, Context
-from zaya_jax.model.cache import KeyValues
+from zaya_jax.model.attention import Attention, Context, KeyValues
 from zaya_jax.model.hf_names import HfTensor, linear, reshaped, same
 from zaya_jax.model.layers import param
 from zaya_jax.ops import Ops
@@ -58,9 +57,7 @@ class CCA(Attention):
             self.grouped_bias = param(jnp.zeros((heads, c)), "bias")
         self.temperature = param(jnp.ones(config.num_kv_heads), "temperature")
 
-    def __call__(
-        self, h_bsd: jax.Array, context: Context, cache: CCACache | None, ops: Ops
-    ) -> tuple[jax.Array, CCACache | None]:
+    def __call__(self, h_bsd: jax.Array, context: Context, cache: CCACache | None, ops: Ops) -> tuple[jax.Array, Any]:
         """Apply attention; returns [b, s, d] in the dtype of `h_bsd`, and the new decode state (None without one)."""
         config = self.config
         packed_bsy = self.project(h_bsd)

@@ -1,6 +1,7 @@
 """Mixture of experts: a router and e SwiGLU experts, top-1, dropless (docs/reference.md §1.4)."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,14 @@ class Experts(nnx.Module):
         yield linear(HF_EXPERTS[1], "down", e, d, f)
 
 
+class MixtureOutput(NamedTuple):
+    """The results of a mixture of experts."""
+
+    out_bsd: jax.Array  # to be merged into the residual stream
+    state_bsr: jax.Array  # of the router, for the next layer's
+    counts_e: jax.Array  # int32 [e + 1], tokens of each class, skip last
+
+
 class MixtureOfExperts(nnx.Module):
     """A router and its experts."""
 
@@ -50,15 +59,8 @@ class MixtureOfExperts(nnx.Module):
         self.experts = Experts(config, key_experts)
         self.num_experts = config.num_experts  # of all devices; a device may hold a part of them
 
-    def __call__(
-        self, h_bsd: jax.Array, state_bsr: jax.Array, segments_bs: jax.Array, ops: Ops
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Apply the mixture; padding goes through no expert and is not counted.
-
-        Returns:
-          The output [b, s, d], the router's state for the next layer [b, s, r], and the number of tokens of each
-          class, int32 [e + 1] with skip last.
-        """
+    def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, segments_bs: jax.Array, ops: Ops) -> MixtureOutput:
+        """Apply the mixture; padding goes through no expert and is not counted."""
         b, s, d = h_bsd.shape
         with part("router"):
             routing = self.router(h_bsd, state_bsr, ops)
@@ -70,10 +72,10 @@ class MixtureOfExperts(nnx.Module):
             counts = routed.reshape(-1, len(classes)).sum(0, dtype=jnp.int32)
             expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)
         out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1), *matrices)
-        return out_td.reshape(b, s, d), routing.state_bsr, counts
+        return MixtureOutput(out_td.reshape(b, s, d), routing.state_bsr, counts)
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
         """Yield the module's tensors in a `transformers` folder."""
-        yield from (within("router", tensor) for tensor in ROUTERS[config.router].hf_tensors(config))
-        yield from (within("experts", tensor) for tensor in Experts.hf_tensors(config))
+        yield from within("router", ROUTERS[config.router].hf_tensors(config))
+        yield from within("experts", Experts.hf_tensors(config))

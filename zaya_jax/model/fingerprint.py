@@ -17,7 +17,7 @@ def fingerprint(arrays: Mapping[str, jax.Array]) -> str:
     For each array it sums the bits of each element times a hash of its index, in integers, so that the order of
     summation does not matter. It detects mistakes, not deliberate forgery.
     """
-    return combine_sums(jax.device_get(_all_sums(dict(arrays))))
+    return combine_sums(jax.device_get(_sums(dict(arrays), np.uint32(0))))
 
 
 def combine_sums(sums: Mapping[str, Sums]) -> str:
@@ -32,23 +32,17 @@ def part_sums(parts: Iterable[tuple[int, Any]]) -> Sums:
     """Compute the sums of an array from (first index along the leading axis, part) pairs."""
     total = np.zeros(2, np.uint32)
     for first, part in parts:
-        total += np.asarray(_sums_from(jnp.asarray(part), np.uint32(first)))
+        total += np.asarray(_sums(jnp.asarray(part), np.uint32(first)))
     return total
 
 
 @jax.jit
-def _all_sums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _sums(x, jnp.uint32(0)) for name, x in arrays.items()}
+def _sums(arrays: Any, first: Any) -> Any:
+    """Return the sums of each array of a pytree."""
+    return jax.tree.map(lambda x: jnp.stack([_sum(x, first, 1), _sum(x, first, 2)]), arrays)
 
 
-def _sums(x: jax.Array, first: jax.Array) -> jax.Array:
-    return jnp.stack([_sum(x, first, 1), _sum(x, first, 2)])
-
-
-_sums_from = jax.jit(_sums)
-
-
-def _sum(x: jax.Array, first: jax.Array, seed: int) -> jax.Array:
+def _sum(x: jax.Array, first: Any, seed: int) -> jax.Array:
     kinds = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
     bits = jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.full(bits.shape, seed * 0x9E3779B9 & 0xFFFFFFFF, jnp.uint32)

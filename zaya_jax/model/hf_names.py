@@ -4,7 +4,7 @@ Linear weights are [out, in] there and [in, out] here (docs/reference.md §12.1)
 round trip is bitwise exact.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +18,13 @@ Change = Callable[[np.ndarray], np.ndarray]
 class HfTensor(NamedTuple):
     """One tensor of a module in a `transformers` folder."""
 
-    name: str  # its name there, after the prefix of the layer
-    path: tuple[str, ...]  # attributes from the module to the parameter here
+    name: str  # its name there; a layer's module leaves out the prefix of the layer
+    leaf: str  # dotted name of the parameter here, from the module on
     shape: tuple[int, ...]  # its shape there
     to_ours: Change  # converts its layout to the parameter's
     to_theirs: Change  # converts the parameter's layout to its
     part: slice | None = None  # slice of the parameter that it fills, along the first axis; None for all of it
+    group: int | None = None  # index in the parameter's stack of layers; None if it is not stacked
 
 
 def no_form(config: ModelConfig) -> Iterator[HfTensor]:
@@ -32,33 +33,27 @@ def no_form(config: ModelConfig) -> Iterator[HfTensor]:
     raise InputError(f"transformers has no model with {form}, so it cannot be imported or exported.")
 
 
-def unchanged(x: np.ndarray) -> np.ndarray:
-    """Return `x`, for tensors with the same layout."""
-    return x
-
-
 def transposed(x: np.ndarray) -> np.ndarray:
     """Return a view of `x` with its last two axes swapped."""
     return np.swapaxes(x, -1, -2)
 
 
-def same(name: str, path: str, *shape: int, part: slice | None = None) -> HfTensor:
-    """Describe a tensor with the same layout there and here; `path` is dotted."""
-    return HfTensor(name, tuple(path.split(".")), shape, unchanged, unchanged, part)
+def same(name: str, leaf: str, *shape: int, part: slice | None = None) -> HfTensor:
+    """Describe a tensor with the same layout there and here."""
+    return HfTensor(name, leaf, shape, np.asarray, np.asarray, part)
 
 
-def linear(name: str, path: str, *shape: int) -> HfTensor:
-    """Describe a linear weight, whose `shape` there is [..., out, in]; `path` is dotted."""
-    return HfTensor(name, tuple(path.split(".")), shape, transposed, transposed)
+def linear(name: str, leaf: str, *shape: int) -> HfTensor:
+    """Describe a linear weight, whose `shape` there is [..., out, in]."""
+    return HfTensor(name, leaf, shape, transposed, transposed)
 
 
-def reshaped(name: str, path: str, theirs: tuple[int, ...], split: tuple[int, ...], order: tuple[int, ...]) -> HfTensor:
+def reshaped(name: str, leaf: str, theirs: tuple[int, ...], split: tuple[int, ...], order: tuple[int, ...]) -> HfTensor:
     """Describe a tensor of shape `theirs` whose axes, once it is reshaped to `split`, are in this `order` here."""
-    back = np.argsort(order)
-    return HfTensor(name, (path,), theirs, lambda x: x.reshape(split).transpose(order),
-                    lambda x: x.transpose(back).reshape(theirs))  # fmt: skip
+    ours, back = lambda x: x.reshape(split).transpose(order), np.argsort(order)
+    return HfTensor(name, leaf, theirs, ours, lambda x: x.transpose(back).reshape(theirs))
 
 
-def within(attribute: str, tensor: HfTensor) -> HfTensor:
-    """Prefix the path of a submodule's `tensor` with `attribute`, under which its parent holds it."""
-    return tensor._replace(path=(attribute, *tensor.path))
+def within(attribute: str, tensors: Iterable[HfTensor]) -> Iterator[HfTensor]:
+    """Prefix the leaves of a submodule's tensors with `attribute`, under which its parent holds it."""
+    return (tensor._replace(leaf=f"{attribute}.{tensor.leaf}") for tensor in tensors)

@@ -1,6 +1,6 @@
 """Building blocks: parameters with a role, RMSNorm, residual scaling, RoPE tables."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -9,10 +9,12 @@ from flax import nnx
 
 from zaya_jax.model.hf_names import HfTensor, same
 from zaya_jax.ops import Ops
-from zaya_jax.ops.residual_norm import MergeVectors, merge
+from zaya_jax.ops.residual_norm import MergeVectors
 
 MatrixRole = Literal["attention", "router", "expert"]
 Role = Literal[MatrixRole, "embedding", "convolution", "norm", "scale", "temperature", "bias"]
+Roles = Mapping[str, Role]  # by name of the parameter
+Shapes = Mapping[str, tuple[int, ...]]
 ROLES: tuple[Role, ...] = get_args(Role)
 MATRIX_ROLES: tuple[Role, ...] = get_args(MatrixRole)
 
@@ -22,12 +24,9 @@ class BalancingBias(nnx.Variable):
 
 
 def param(value: jax.Array, role: Role, parts: int = 1) -> nnx.Param:
-    """Make a trained parameter.
+    """Make a trained parameter, whose role determines its optimizer and compute dtype.
 
-    Args:
-      value: initial value.
-      role: determines its optimizer and compute dtype.
-      parts: number of matrices of equal width, side by side along its last axis.
+    `parts` is the number of matrices of equal width that are side by side along its last axis.
     """
     return nnx.Param(value, role=role, parts=parts)
 
@@ -93,26 +92,13 @@ class ResidualScaling(nnx.Module):
                 yield same(f"post_{sublayer}_residual_scale.{theirs}_{kind}", f"{term}_{kind}", size)
 
 
-class PlainSum(nnx.Module):
-    """Merges a sublayer's output o into the residual stream x, in fp32: o + x."""
-
-    vectors = None
-
-    def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array, ops: Ops) -> jax.Array:
-        """The new stream, fp32."""
-        del ops
-        return merge(output_bsd, stream_bsd, None)
-
-
 def merged_and_normed(
     into: Any, norm: RMSNorm, output_bsd: jax.Array | None, stream_bsd: jax.Array, dtype: Any, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
     """Merge an output into the residual stream and normalize the result, as one operation.
 
-    `into` is a `ResidualScaling` or `PlainSum`; None, like the output, for no merge.
-
-    Returns:
-      The new residual stream, fp32, and its norm in `dtype`.
+    Without `into`, a `ResidualScaling`, the merge is a plain sum; without an output, there is none. Returns the new
+    residual stream, fp32, and its norm in `dtype`.
     """
     joined = recomputed(ops.residual_norm, static=(4, 5))
     vectors = None if into is None else into.vectors

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.model.layers import Role, matrix
+from zaya_jax.model.layers import Role, Roles, Shapes, matrix
 from zaya_jax.ops.precision import accumulation_dtype
 
 Arrays = Mapping[str, jax.Array]
@@ -36,9 +36,7 @@ def adapter_names(name: str) -> tuple[str, str]:
     return f"{name}.{_A}", f"{name}.{_B}"
 
 
-def adapter_shapes(
-    shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], rank: int
-) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(shapes: Shapes, roles: Roles, rank: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of each adapter by name, from the shapes and roles of the parameters."""
     adapters = {}
     for name, shape in shapes.items():
@@ -48,14 +46,12 @@ def adapter_shapes(
     return adapters
 
 
-def adapter_roles(roles: Mapping[str, Role]) -> dict[str, Role]:
+def adapter_roles(roles: Roles) -> dict[str, Role]:
     """Return the role of each adapter by name, which is the role of its matrix."""
     return {adapter: role for name, role in roles.items() if role in ADAPTED for adapter in adapter_names(name)}
 
 
-def draw_adapters(
-    key: jax.Array, shapes: Mapping[str, tuple[int, ...]], dtype: jax.typing.DTypeLike
-) -> dict[str, jax.Array]:
+def draw_adapters(key: jax.Array, shapes: Shapes, dtype: jax.typing.DTypeLike) -> dict[str, jax.Array]:
     """Draw the initial adapters: A from N(0, 1 / in) and B zero, so that the sum is W."""
     keys = dict(zip(sorted(shapes), jax.random.split(key, len(shapes)), strict=True))
     drawn = {name: matrix(keys[name], shape) for name, shape in shapes.items() if name.endswith(_A)}

@@ -14,36 +14,34 @@ import jax.numpy as jnp
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 
+Bias = jax.Array | None
 CHUNK = 512  # tokens, at least: on CPUs with small models, longer chunks leave the cache
 TRANSPOSED_BYTES = 1e8  # of the head, at most, to be copied once: CPUs then multiply faster in each chunk
 LOGITS_BYTES = 2.2e9  # of a chunk's logits in fp32, at most: 2,048 tokens with the 8B's vocabulary
+SAMPLED_VOCABULARY = 32_768  # tokens, at least: with fewer, CPUs find the largest logit faster than a condition
+SAMPLE = 1024  # tokens of such a vocabulary whose largest logit is what exponentials are relative to
+LARGEST_SUM = 1e30  # of exponentials relative to it: neither they nor their reciprocals leave the range of bf16
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def chunked_loss(
-    hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array, weights_t: jax.Array,
+    hidden_td: jax.Array, head_vd: jax.Array, bias_v: Bias, targets_t: jax.Array, weights_t: jax.Array,
     frozen_head: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute the weighted cross-entropy of `hidden_td @ head_vd.T + bias_v`.
 
-    Args:
-      hidden_td: output of the final norm, in the compute dtype.
-      head_vd: the tied head, in any float dtype; it is cast to that of `hidden_td`.
-      bias_v: bias of the head, or None.
-      targets_t: int32 target of each token.
-      weights_t: fp32 weight of each token; 0 excludes it.
-      frozen_head: whether head and bias are constants, which need no gradient.
+    The hidden states are the output of the final norm, in the compute dtype, to which the head, of any float dtype, is
+    cast. Targets are int32; weights are fp32, and 0 excludes a token. A `frozen_head` and bias need no gradient.
 
-    Returns:
-      The sum over tokens, an fp32 scalar in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and its terms,
-      fp32 [t], which are not differentiable.
+    Returns the sum over tokens, an fp32 scalar in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and its
+    terms, fp32 [t], which are not differentiable.
     """
     del frozen_head
     head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
 
     def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         h, targets, weights = arrays
-        loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
+        loss, _, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights, hidden_td.dtype)
         return total + loss.sum(), loss
 
     zero = jnp.zeros((), accumulation_dtype(hidden_td.dtype))
@@ -56,7 +54,7 @@ def chunked_loss(
 def chunk_tokens(tokens: int, vocab_size: int, width: int, frozen_head: bool) -> int:
     """Return the number of tokens in a chunk of `tokens`.
 
-    If the head is trained, each chunk reads and writes all of dW, 8·v·d bytes, and its logits several times, about 22·v
+    If the head is trained, each chunk reads and writes all of dW, 8·v·d bytes, and its logits several times, about 14·v
     bytes per token. A chunk of d tokens or more makes the first the smaller part.
     """
     chunk = CHUNK if frozen_head else max(CHUNK, 1 << (width - 1).bit_length())
@@ -71,29 +69,56 @@ def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jnp.pad(a, ((0, pad), *[(0, 0)] * (a.ndim - 1))).reshape(-1, chunk, *a.shape[1:]) for a in arrays)
 
 
-def _chunk_logits(h_td: jax.Array, head: jax.Array, bias_v: jax.Array | None, axes: str = "vd") -> jax.Array:
+def _chunk_logits(h_td: jax.Array, head: jax.Array, bias_v: Bias, axes: str = "vd") -> jax.Array:
     z_tv = jnp.einsum(f"td,{axes}->tv", h_td, head, preferred_element_type=accumulation_dtype(h_td.dtype))
     return z_tv if bias_v is None else z_tv + bias_v.astype(z_tv.dtype)
 
 
-def _chunk_loss(z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:
-    lse_t = jax.nn.logsumexp(z_tv, axis=-1)
+def _chunk_loss(
+    z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the loss of each token, and its gradient in the logits as a product: rows in `dtype`, and their factors.
+
+    Multiplying rows of v elements would be a second pass over the logits. The caller multiplies rows of d elements.
+    """
+    rows_tv, sum_t, reference_t = _exponentials(z_tv, dtype)
     right_t = jnp.take_along_axis(z_tv, targets_t[:, None], axis=-1)[:, 0]
-    return weights_t * (lse_t - right_t), lse_t
+    loss_t = weights_t * (reference_t - right_t + jnp.log(sum_t))
+    exact_t = jnp.exp(right_t - reference_t) - sum_t
+    rounded_t = exact_t.astype(dtype)
+    rows_tv = rows_tv.at[jnp.arange(len(targets_t)), targets_t].set(rounded_t, unique_indices=True)
+    # The target's element is most of a row's norm: its product with the factor is not rounded.
+    factor_t = weights_t / sum_t * jnp.where(exact_t == 0, 1, exact_t / rounded_t)
+    return loss_t, rows_tv, factor_t
+
+
+def _exponentials(z_tv: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return exp(z - r) in `dtype`, its sum over the vocabulary, and r [t], in one pass over the logits.
+
+    The largest logit as r would take another pass. That of a few tokens will do, unless others exceed it by 69 nats.
+    """
+
+    def relative_to_largest(sample: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        reference_t = z_tv[:, :sample].max(-1)
+        e_tv = jnp.exp(z_tv - reference_t[:, None])
+        return e_tv.astype(dtype), e_tv.sum(-1), reference_t
+
+    vocab_size = z_tv.shape[1]
+    if vocab_size < SAMPLED_VOCABULARY:
+        return relative_to_largest(vocab_size)
+    sampled = relative_to_largest(SAMPLE)
+    suffices = (sampled[1] < LARGEST_SUM).all()
+    return jax.lax.cond(suffices, lambda: sampled, lambda: relative_to_largest(vocab_size))
 
 
 def chunked_logprobs(
-    hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, index_q: jax.Array, targets_q: jax.Array,
-    count: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    hidden_td: jax.Array, head_vd: jax.Array, bias_v: Bias, index_q: jax.Array, targets_q: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Compute log-probabilities of single tokens, without a gradient.
 
     The time is that of `count` queries, rounded up to whole chunks; the shapes do not depend on it. A query is an int32
-    row of `hidden_td` and an int32 token, its target; what follows the first `count` is padding.
-
-    Returns:
-      fp32 [q] log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for
-      padding.
+    row of `hidden_td` and an int32 token, its target; what follows the first `count` is padding. Returns the fp32 [q]
+    log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for padding.
     """
     chunk = chunk_tokens(len(index_q), *head_vd.shape, frozen_head=True)
     index_nc, targets_nc = _chunks(chunk, index_q, targets_q)
@@ -102,7 +127,7 @@ def chunked_logprobs(
     def body(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         z = _chunk_logits(hidden_td[index_nc[i]], head_vd, bias_v)
         targets = targets_nc[i]
-        loss, _ = _chunk_loss(z, targets, jnp.ones((), z.dtype))
+        loss, _, _ = _chunk_loss(z, targets, jnp.ones((), z.dtype), z.dtype)
         return out[0].at[i].set(-loss), out[1].at[i].set(z.argmax(-1) == targets)
 
     start = jnp.zeros(index_nc.shape, accumulation_dtype(hidden_td.dtype)), jnp.zeros(index_nc.shape, bool)
@@ -123,15 +148,12 @@ def _forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
     def body(carry: tuple[Any, ...], arrays: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
         total, dw_dv, db_v = carry
         h, h_dt, targets, weights = arrays
-        z = _chunk_logits(h, head, bias_v, axes)
-        loss, lse = _chunk_loss(z, targets, weights)
-        one_hot = jnp.arange(v) == targets[:, None]
-        dz = (jnp.exp(z - lse[:, None]) - one_hot) * weights[:, None]
-        dz_low = dz.astype(dtype)
-        dh = jnp.einsum(f"tv,{axes}->td", dz_low, head, preferred_element_type=sums)
+        loss, dz, factors = _chunk_loss(_chunk_logits(h, head, bias_v, axes), targets, weights, dtype)
+        dh = factors[:, None] * jnp.einsum(f"tv,{axes}->td", dz, head, preferred_element_type=sums)
+        h_dt = (h_dt * factors).astype(dtype)
         # This layout (vocabulary innermost) needs no transposes.
-        dw_dv = None if dw_dv is None else dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=sums)
-        db_v = None if db_v is None else db_v + dz.sum(0)
+        dw_dv = None if dw_dv is None else dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz, preferred_element_type=sums)
+        db_v = None if db_v is None else db_v + (factors[:, None] * dz.astype(sums)).sum(0)
         return (total + loss.sum(), dw_dv, db_v), (dh.astype(dtype), loss)
 
     dw_dv = None if frozen_head else jnp.zeros((d, v), sums)

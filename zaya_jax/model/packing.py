@@ -20,8 +20,7 @@ SMALL = 2**17  # elements of a layer's parameter up to which it is packed, and a
 def pack_small(blocks: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Pack the small arrays of a pytree of arrays [l, …] and `Accumulated` stacks, which are left as they are.
 
-    Returns:
-      Arrays [l, …] and [l, k, …], and a function from one layer of these, without the axis l, to one layer of `blocks`.
+    Returns arrays [l, …] and [l, k, …], and a function from a layer of these, without the axis l, to one of `blocks`.
     """
     leaves, tree = jax.tree.flatten(blocks, is_leaf=lambda x: isinstance(x, Accumulated))
     alike: dict[tuple[Any, ...], list[int]] = {}

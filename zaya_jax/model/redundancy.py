@@ -42,10 +42,8 @@ def expert_redundancy(model: Zaya, rank: int = 128) -> Redundancy:
     """Measure the overlap of the experts of each layer; one layer at a time is in fp32.
 
     The report uses rank 128 and gives, averaged over pairs and layers, 0.0904 (input) and 0.0990 (output) for ZAYA1-8B,
-    whose floor is 0.0625. `rank` is the number of leading singular directions of a matrix.
-
-    Raises:
-      InputError: `rank` exceeds the rank of an expert's matrices, or there is only one expert.
+    whose floor is 0.0625. `rank` is the number of leading singular directions of a matrix. `InputError` if it exceeds
+    the rank of an expert's matrices, or there is only one expert.
     """
     config = model.config
     most = min(config.hidden_size, config.expert_size)
@@ -70,7 +68,6 @@ def _redundancy(gate_up_ledf: jax.Array, down_lefd: jax.Array, rank: int) -> tup
 
 
 def _overlap(matrix_edx: jax.Array, rank: int) -> Overlap:
-    """Compare the leading left singular directions of the matrices of one layer."""
     exact = accumulation_dtype(matrix_edx.dtype)
 
     def leading(matrix_dx: jax.Array) -> tuple[jax.Array, jax.Array]:

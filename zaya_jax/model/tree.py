@@ -1,6 +1,5 @@
 """A model's parameters as flat dicts by name, the form that all code outside of the model uses."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.model.layers import BalancingBias, Role
+from zaya_jax.model.layers import BalancingBias, Role, Roles
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -67,13 +66,9 @@ def balancing_biases(model: Zaya) -> Arrays:
 
 def abstract_weights(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of each parameter and balancing bias, by name."""
-    return _abstract_weights(config, jnp.result_type(float) == jnp.float64)
-
-
-@functools.lru_cache(maxsize=8)
-def _abstract_weights(config: ModelConfig, x64: bool) -> dict[str, jax.ShapeDtypeStruct]:  # dtypes depend on `x64`
-    del x64
-    return jax.eval_shape(lambda model: {**parameters(model), **balancing_biases(model)}, abstract_model(config))
+    model = abstract_model(config)
+    variables = {**_variables(model, nnx.Param), **_variables(model, BalancingBias)}
+    return {name: variable.get_value() for name, variable in variables.items()}
 
 
 def roles(model: Zaya) -> dict[str, Role]:
@@ -97,13 +92,11 @@ def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:
 
 def map_variables(module: Any, function: Callable[[str, Any], Any]) -> Any:
     """Replace each variable's value, an array or `lora.Adapted`, by `function(name in the module, value)`."""
-    return jax.tree.map_with_path(
-        lambda path, variable: variable.replace(function(_name(path), variable.get_value())), module,
-        is_leaf=_is_variable,
-    )  # fmt: skip
+    flat, tree = jax.tree.flatten_with_path(module, is_leaf=_is_variable)
+    return tree.unflatten(variable.replace(function(_name(path), variable.get_value())) for path, variable in flat)
 
 
-def compute_dtypes(roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> dict[str, jnp.dtype]:
+def compute_dtypes(roles: Roles, dtype: jax.typing.DTypeLike) -> dict[str, jnp.dtype]:
     """Return the compute dtype of each parameter: `dtype` for matrices, embedding and convolutions, else fp32.
 
     Vectors in fp32 cost nothing, and the residual stream they act on is fp32. (With `dtype` float64, all are float64.)

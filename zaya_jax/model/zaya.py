@@ -15,33 +15,41 @@ from zaya_jax.config.model import LayerKind
 from zaya_jax.config.phases import Remat
 from zaya_jax.errors import InputError
 from zaya_jax.model.attention import Context
-from zaya_jax.model.cache import Cache
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import MixtureOfExperts
-from zaya_jax.model.gqa import GQA, NormedGQA
+from zaya_jax.model.gqa import GQA
 from zaya_jax.model.hf_names import HfTensor, same, within
-from zaya_jax.model.layers import (
-    PlainSum,
-    ResidualScaling,
-    RMSNorm,
-    merged_and_normed,
-    param,
-    rotary_table,
-    segment_positions,
-)
+from zaya_jax.model.layers import ResidualScaling, RMSNorm, merged_and_normed, param, rotary_table, segment_positions
 from zaya_jax.model.packing import pack_small
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.embedding import embed
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.parts import LAYERS, part
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.ops.residual_norm import merge
 
 POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-ATTENTION = {"cca": CCA, "gqa": GQA, "gqa_qk_norm": NormedGQA}
+Maybe = jax.Array | None
+ATTENTION = {"cca": CCA, "gqa": GQA, "gqa_qk_norm": GQA}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Decode state of the whole model after `length` tokens."""
+
+    layers: tuple[Any, ...]  # for each layer, the state of `Attention.init_cache`
+    segments_bt: jax.Array  # int32 document of each cached token; 0 where empty
+    length: jax.Array  # int32, number of tokens in the cache, the same for every row
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that the cache can hold."""
+        return self.segments_bt.shape[1]
 
 
 class Stats(NamedTuple):
@@ -58,6 +66,15 @@ class ModelOutput(NamedTuple):
     cache: Cache | None
 
 
+class LayerOutput(NamedTuple):
+    """The results of a layer."""
+
+    out_bsd: jax.Array  # fp32 residual stream
+    state_bsr: jax.Array  # of the router, for the next layer's
+    counts_e: jax.Array  # int32 [e + 1], tokens of each class, skip last
+    cache: Any  # decode state; None without one
+
+
 class Block(nnx.Module):
     """One layer: attention, then the mixture of experts, each with a norm before and a residual merge after."""
 
@@ -65,15 +82,13 @@ class Block(nnx.Module):
         key_attention, key_mixture = jax.random.split(key)
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = ATTENTION[layer.attention](config, layer, key_attention)
-        self.attention_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
+        self.attention_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else None
         self.mixture_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixture = MixtureOfExperts(config, key_mixture)
-        self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
+        self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else None
 
-    def __call__(
-        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """Return the new fp32 residual stream, the router's state, tokens per expert, and the decode state."""
+    def __call__(self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops) -> LayerOutput:
+        """Run the layer on the residual stream, with the router's state of the layer before and the decode state."""
         dtype = self.attention.query.dtype
         # The norm returns the stream too, so that one kernel sums the gradients of both uses.
         with part("norm"):
@@ -83,9 +98,11 @@ class Block(nnx.Module):
         with part("norm"):
             x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
         with part("experts"):
-            out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
+            mixed = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         with part("norm"):
-            return self.mixture_merge(out, x_bsd, ops), state_bsr, counts, cache
+            into = self.mixture_merge
+            x_bsd = merge(mixed.out_bsd, x_bsd, None) if into is None else into(mixed.out_bsd, x_bsd, ops)
+        return LayerOutput(x_bsd, mixed.state_bsr, mixed.counts_e, cache)
 
     @staticmethod
     def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:
@@ -93,10 +110,10 @@ class Block(nnx.Module):
         d = config.hidden_size
         yield same("input_layernorm.weight", "attention_norm.weight", d)
         yield same("post_attention_layernorm.weight", "mixture_norm.weight", d)
-        yield from (within("attention_merge", tensor) for tensor in ResidualScaling.hf_tensors("attention", d))
-        yield from (within("mixture_merge", tensor) for tensor in ResidualScaling.hf_tensors("mlp", d))
-        yield from (within("attention", tensor) for tensor in ATTENTION[layer.attention].hf_tensors(config))
-        yield from (within("mixture", tensor) for tensor in MixtureOfExperts.hf_tensors(config))
+        yield from within("attention_merge", ResidualScaling.hf_tensors("attention", d))
+        yield from within("mixture_merge", ResidualScaling.hf_tensors("mlp", d))
+        yield from within("attention", ATTENTION[layer.attention].hf_tensors(config))
+        yield from within("mixture", MixtureOfExperts.hf_tensors(config))
 
 
 class Zaya(nnx.Module):
@@ -134,10 +151,10 @@ class Zaya(nnx.Module):
         return self.embedding.dtype
 
     def __call__(
-        self, tokens_bs: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None, *,
+        self, tokens_bs: jax.Array, segment_ids: Maybe = None, positions: Maybe = None, *,
         ops: Ops = LOCAL, cache: Cache | None = None, remat: Remat = "none", dtype: DTypeLike | None = None,
     ) -> ModelOutput:  # fmt: skip
-        """Run the model.
+        """Run the model; `hidden_bsd` of the output has the compute dtype.
 
         Args:
           tokens_bs: int32 token ids.
@@ -151,12 +168,7 @@ class Zaya(nnx.Module):
           dtype: compute dtype of the activations; None for the embedding's. Training passes it with an fp32 embedding,
             whose rows are rounded after the lookup, so that the lookup's gradient is summed in fp32.
 
-        Returns:
-          `ModelOutput`, with `hidden_bsd` in the compute dtype.
-
-        Raises:
-          InputError: the sequence, or the cache, is longer than `config.max_positions`, or the sequence is
-            longer than the cache.
+        `InputError` if sequence or cache is longer than `config.max_positions`, or the sequence than the cache.
         """
         config, dtype = self.config, self.dtype if dtype is None else dtype
         longest = tokens_bs.shape[1] if cache is None else cache.capacity
@@ -223,8 +235,8 @@ def _scan(blocks: Any, start: Carry, context: Context, ops: Ops, remat: Remat) -
     """Run the stacked layers; returns the residual stream and the tokens per expert, [groups, layers of one, e + 1]."""
     packed, unpack = zip(*map(pack_small, blocks), strict=True)
 
-    def apply(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> tuple:
-        return ops.gather_layer(unpack(packed))(x, state, context, None, ops)[:3]
+    def apply(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> LayerOutput:
+        return ops.gather_layer(unpack(packed))(x, state, context, None, ops)
 
     layers = [functools.partial(apply, function) for function in unpack]
     if remat != "none":  # unpacked again in the backward pass, so that only the scanned arrays are kept
@@ -233,7 +245,7 @@ def _scan(blocks: Any, start: Carry, context: Context, ops: Ops, remat: Remat) -
     def group(carry: Carry, packed: tuple) -> tuple[Carry, jax.Array]:
         (x, state), counts = carry, []
         for layer, parameters in zip(layers, packed, strict=True):
-            x, state, count = layer(parameters, x, state)
+            x, state, count, _ = layer(parameters, x, state)
             counts.append(count)
         return (x, state), jnp.stack(counts)
 
@@ -292,9 +304,7 @@ def _unrolled(model: Zaya) -> Zaya:
     return model
 
 
-def logits(
-    model: Zaya, tokens_bs: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
-) -> jax.Array:
+def logits(model: Zaya, tokens_bs: jax.Array, segment_ids: Maybe = None, positions: Maybe = None) -> jax.Array:
     """Compute fp32 logits [b, s, v] of the next token; see `Zaya.__call__` for the arguments.
 
     They take 4·b·s·v bytes; for training use `model.loss.chunked_loss`, which does not store them.

@@ -1,8 +1,8 @@
 """Causal grouped-query attention over packed sequences.
 
-The reference processes blocks of keys (`ops.blockwise`). There is one kernel for the forward pass, one that splits the
-keys for the few queries of a decode step, and two for the gradient. Rematerialization does not rerun the forward kernel
-if its output and log-sum-exp, named `MATMUL_OUTPUT`, are saved. Sums and statistics are in fp32.
+The reference processes blocks of keys (`ops.blockwise`). There are two kernels to choose from for the forward pass, one
+that splits the keys for the few queries of a decode step, and two for the gradient. Rematerialization does not rerun
+the forward kernel if its output and log-sum-exp, named `MATMUL_OUTPUT`, are saved. Sums and statistics are in fp32.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from pallas_kernels.attention import attention_forward
 from pallas_kernels.attention_backward import attention_backward, backward_ranges
 from pallas_kernels.attention_tiles import AttentionInputs
 from pallas_kernels.decode import attention_decode, decodes
-from pallas_kernels.tiles import Architecture
+from pallas_kernels.tiles import Architecture, tile
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.blockwise import (
     FLOOR,
@@ -40,19 +40,13 @@ HEAD_SIZES = (16, 32, 64, 128, 256)
 def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, **options: Any) -> jax.Array:
     """Causal attention of every query to the keys of its document (docs/reference.md §1.3).
 
-    Args:
-      q_bshc: queries.
-      k_btkc: keys.
-      v_btkc: values.
-      **options: the other fields of `AttentionInputs`.
-
-    Returns:
-      [b, s, h, c] in the dtype of the queries; softmax and sums are in fp32. Rows of padding are 0.
+    `options` are the other fields of `AttentionInputs`. Returns [b, s, h, c] in the dtype of the queries; softmax and
+    sums are in fp32. Rows of padding are 0.
     """
     x = AttentionInputs(q_bshc, k_btkc, v_btkc, **options)
     if why := _other_segments(x):
         raise ValueError(why)
-    x = _with_segments(x)
+    x = with_segments(x)
     if q_bshc.shape[1] <= MAX_QUERIES:
         return few_queries(x)[0].astype(q_bshc.dtype)
     o_bkgsc: jax.Array = blockwise(*fold(x))
@@ -65,7 +59,8 @@ def _other_segments(x: AttentionInputs) -> str:
     return "" if both else "Pass both query_segments_bs and key_segments_bt, or neither."
 
 
-def _with_segments(x: AttentionInputs) -> AttentionInputs:
+def with_segments(x: AttentionInputs) -> AttentionInputs:
+    """Give each row one document if the inputs have none."""
     if x.query_segments_bs is not None:
         return x
     ones = (jnp.ones(array.shape[:2], jnp.int32) for array in (x.q_bshc, x.k_btkc))
@@ -136,54 +131,69 @@ def _unsupported(_architecture: str, x: AttentionInputs, *_: Any) -> str:
     return f"Segments {queries.shape} and {keys.shape} do not match queries {q.shape} and keys {k.shape}."
 
 
-def _attention_kernel(architecture: Architecture, *qkv: Any, **options: Any) -> jax.Array:
-    return _attention(architecture, _integers(AttentionInputs(*qkv, **options)))
+# (inputs, dtype of the output, architecture) → output and log-sum-exp, for the gradients of the same kernels
+_Forward = Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def _partial_kernel(architecture: Architecture, x: AttentionInputs) -> PartialAttention:
-    return PartialAttention(*_forward(architecture, _integers(x), jnp.float32))
+def _mosaic_forward(x: AttentionInputs, *, dtype: Any, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
+    """Run the Mosaic kernel, or the other one for queries or keys that are not whole tiles."""
+    queries, keys = tile("attention_mosaic", architecture, x.q_bshc.dtype).sizes
+    if x.q_bshc.shape[1] % queries or x.k_btkc.shape[1] % keys:
+        return attention_forward(x, dtype=dtype, architecture=architecture)
+    from pallas_kernels.attention_mosaic import attention_forward as mosaic  # takes longer to import than all others
+
+    return mosaic(x, dtype=dtype, architecture=architecture)
+
+
+def _attention_kernel(run: _Forward, architecture: Architecture, *qkv: Any, **options: Any) -> jax.Array:
+    return _attention(run, architecture, integers(AttentionInputs(*qkv, **options)))
+
+
+def _partial_kernel(run: _Forward, architecture: Architecture, x: AttentionInputs) -> PartialAttention:
+    return PartialAttention(*_forward(run, architecture, integers(x), jnp.float32))
 
 
 def _partial_gradient_kernel(
-    architecture: Architecture, x: AttentionInputs, whole: PartialAttention, do_bshc: jax.Array
+    _run: _Forward, architecture: Architecture, x: AttentionInputs, whole: PartialAttention, do_bshc: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x = _integers(x)
-    return _gradient(architecture, x, backward_ranges(x, architecture=architecture), whole, do_bshc, jnp.float32)
+    x = integers(x)
+    return gradient(architecture, x, backward_ranges(x, architecture=architecture), whole, do_bshc, jnp.float32)
 
 
-def _integers(x: AttentionInputs) -> AttentionInputs:
+def integers(x: AttentionInputs) -> AttentionInputs:
     """Convert segments (or None) and offset to int32."""
     integers = (x.query_segments_bs, x.key_segments_bt, jnp.asarray(x.query_offset, jnp.int32))
     queries, keys, offset = jax.tree.map(lambda integer: integer.astype(jnp.int32), integers)
     return dataclasses.replace(x, query_segments_bs=queries, key_segments_bt=keys, query_offset=offset)
 
 
-def _forward(architecture: Architecture, x: AttentionInputs, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return (attention_decode if decodes(x) else attention_forward)(x, dtype=dtype, architecture=architecture)
+def _forward(run: _Forward, architecture: Architecture, x: AttentionInputs, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return (attention_decode if decodes(x) else run)(x, dtype=dtype, architecture=architecture)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(architecture: Architecture, x: AttentionInputs) -> jax.Array:
-    return _forward(architecture, x, x.q_bshc.dtype)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(run: _Forward, architecture: Architecture, x: AttentionInputs) -> jax.Array:
+    return _forward(run, architecture, x, x.q_bshc.dtype)[0]
 
 
-def _forward_rule(architecture: Architecture, x: AttentionInputs) -> tuple[jax.Array, Any]:
-    o, lse = attention_forward(x, dtype=x.q_bshc.dtype, architecture=architecture)
+def _forward_rule(run: _Forward, architecture: Architecture, x: AttentionInputs) -> tuple[jax.Array, Any]:
+    o, lse = run(x, dtype=x.q_bshc.dtype, architecture=architecture)
     bounds = backward_ranges(x, architecture=architecture)
     # The bounds are the same for all layers: saved, they are computed once, before the loop over layers.
     o, lse, bounds = checkpoint_name((o, lse, bounds), MATMUL_OUTPUT)
     return o, (x, bounds, PartialAttention(o, lse))
 
 
-def _backward_rule(architecture: Architecture, saved: Any, do: jax.Array) -> tuple[AttentionInputs]:
+def _backward_rule(_run: _Forward, architecture: Architecture, saved: Any, do: jax.Array) -> tuple[AttentionInputs]:
     x, bounds, whole = saved
-    gradients = _gradient(architecture, x, bounds, whole, do, x.q_bshc.dtype)
+    gradients = gradient(architecture, x, bounds, whole, do, x.q_bshc.dtype)
     return (AttentionInputs(*gradients, query_offset=None, window=x.window),)  # None means zero
 
 
-def _gradient(
+def gradient(
     architecture: Architecture, x: AttentionInputs, bounds: Any, whole: PartialAttention, do: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute the gradients of queries, keys and values with the Pallas kernels; `bounds` are `backward_ranges`."""
     delta = (do.astype(jnp.float32) * whole.o_bshc.astype(jnp.float32)).sum(-1)
     saved = do.astype(x.q_bshc.dtype), whole.lse_bsh, delta
     return attention_backward(x, bounds, saved, dtype=dtype, architecture=architecture)
@@ -262,24 +272,46 @@ def _shape(x: AttentionInputs, *_: Any) -> tuple[int, ...]:
 
 
 _TILES = "attention", "decode", "attention_backward_keys", "attention_backward_queries"
+_MOSAIC_TILES = "attention_mosaic", *_TILES[1:]
 
 
-def _attention_unsupported(architecture: str, *qkv: Any, **options: Any) -> str:
-    return _unsupported(architecture, AttentionInputs(*qkv, **options))
+def _mosaic_unsupported(architecture: str, x: AttentionInputs, *rest: Any) -> str:
+    (*_, h, c), num_kv, dtype = x.q_bshc.shape, x.k_btkc.shape[2], jnp.dtype(x.q_bshc.dtype)
+    if why := _unsupported(architecture, x, *rest):
+        return why
+    if architecture != "sm_90":
+        return f"The Mosaic kernel of attention is for sm_90 (H100, H200), not {architecture}."
+    if dtype != jnp.bfloat16:
+        return f"The Mosaic kernel of attention needs bfloat16, not {dtype.name}."
+    if c not in (64, 128):
+        return f"The Mosaic kernel of attention supports heads of 64 or 128 channels, not {c}."
+    if h // num_kv % 2:
+        return f"The Mosaic kernel of attention needs an even number of query heads per key head, not {h // num_kv}."
+    return ""
+
+
+def _from_inputs(function: Callable[..., Any], architecture: str, *qkv: Any, **options: Any) -> Any:
+    return function(architecture, AttentionInputs(*qkv, **options))
 
 
 def _attention_shape(*qkv: Any, **options: Any) -> tuple[int, ...]:
     return _shape(AttentionInputs(*qkv, **options))
 
 
-_KERNEL = Kernel("pallas", _attention_kernel, _attention_unsupported, _TILES)
-ATTENTION = Operation("attention", attention, _checks, (_KERNEL,), shape=_attention_shape)
+def _kernels(run: Callable[..., Any], adapt: Callable[..., Any] = lambda f: f) -> tuple[Kernel, ...]:
+    """Return the kernels of an operation; `adapt` makes what says why inputs are unsupported take its arguments."""
+    triton = Kernel("pallas", functools.partial(run, attention_forward), adapt(_unsupported), _TILES)
+    mosaic = functools.partial(run, _mosaic_forward)
+    return triton, Kernel("mosaic", mosaic, adapt(_mosaic_unsupported), _MOSAIC_TILES, ("cuda",))
+
+
+_KERNELS = _kernels(_attention_kernel, lambda function: functools.partial(_from_inputs, function))
+ATTENTION = Operation("attention", attention, _checks, _KERNELS, shape=_attention_shape)
 
 
 def _partial(reference: Callable[..., Any], checks: Callable[..., Any], run: Callable[..., Any]) -> Operation:
     name: str = reference.__name__  # pyright: ignore[reportFunctionMemberAccess]
-    kernel = Kernel("pallas", run, _unsupported, _TILES)
-    return Operation(name, reference, checks, (kernel,), shape=_shape, measured_as="attention")
+    return Operation(name, reference, checks, _kernels(run), shape=_shape, measured_as="attention")
 
 
 PARTIAL_ATTENTIONS = (

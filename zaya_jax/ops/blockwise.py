@@ -221,11 +221,8 @@ def few_queries(x: AttentionInputs) -> tuple[jax.Array, jax.Array]:
 
     Each key is read once, where it is in the cache. Every query is multiplied by the keys of all heads, with zeros for
     the heads of others. That is num_kv times the FLOPs, but a step is limited by reading the cache, and a product for
-    each head would transpose the cache first.
-
-    Returns:
-      The output [b, s, h, c] and the log-sum-exp of each query [b, s, h] (`FLOOR` if it sees no key), in fp32 (float64
-      for float64 inputs).
+    each head would transpose the cache first. Returns the output [b, s, h, c] and the log-sum-exp of each query [b, s,
+    h] (`FLOOR` if it sees no key), in fp32 (float64 for float64 inputs).
     """
     q_bshc, k_btkc, v_btkc = x.q_bshc, x.k_btkc, x.v_btkc
     b, s, h, c = q_bshc.shape

@@ -18,14 +18,10 @@ Attend = Callable[..., jax.Array]  # `ops.attention.attention`
 def cached_attention(attention: Attend, x: AttentionInputs, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
     """Write new keys and values to a layer's cache, and attend to it.
 
-    Args:
-      attention: `ops.attention.attention`.
-      x: queries, keys and values of the new tokens, and their documents; those of the tokens in the whole cache, 0
-        where empty; and how many tokens the cache has before the new ones.
-      cache: keys and values [b, slots, k·c], heads side by side; with fewer slots than the cache has tokens, a ring.
-
-    Returns:
-      The output [b, s, h, c] in the dtype of the queries, and the new keys and values of the cache.
+    `x` has queries, keys and values of the new tokens, and their documents; those of the tokens in the whole cache, 0
+    where empty; and how many tokens the cache has before the new ones. `cache` are keys and values [b, slots, k·c],
+    heads side by side; with fewer slots than the cache has tokens, a ring. Returns the output [b, s, h, c] in the dtype
+    of the queries, and the new keys and values of the cache.
     """
     slots, length, segments = cache[0].shape[1], x.query_offset, x.query_segments_bs
     ring = slots < x.key_segments_bt.shape[1]

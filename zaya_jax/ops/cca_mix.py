@@ -62,9 +62,8 @@ class Halo(NamedTuple):
 def unpacked(packed_bsy: jax.Array, heads: int, kv_heads: int, channels: int) -> tuple[jax.Array, ...]:
     """Split the packed projection, whose channels are those of the n heads, then both halves of the value.
 
-    Returns:
-      Heads [b, s, n, c], those of queries first; the half of the value that is this token's, and the half that the next
-      token uses, [b, s, k·c / 2] each.
+    Returns heads [b, s, n, c], those of queries first; the half of the value that is this token's, and the half that
+    the next token uses, [b, s, k·c / 2] each.
     """
     half = kv_heads * channels // 2
     u_bsx, current_bsx, delayed_bsx = jnp.split(packed_bsy, [heads * channels, heads * channels + half], axis=-1)
@@ -96,8 +95,7 @@ Heads = tuple[jax.Array, jax.Array, jax.Array]  # queries, keys and values
 def cca_mix(x: MixInputs, parts: MixParts = ALL_PARTS) -> Heads:
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift; those of `parts` alone.
 
-    Returns:
-      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsy`.
+    Returns q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsy`.
     """
     # Recomputed in the backward pass, since intermediates are much larger than the arguments. The scan over layers
     # already separates the passes, so `prevent_cse` is not needed.
@@ -184,8 +182,8 @@ def _previous(delayed_bsx: jax.Array, segments_bs: jax.Array, halo: Halo, start_
 
 
 def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -> str:
-    if why := other_dtypes("the mix", x.packed_bsy):
-        return why
+    if reason := other_dtypes("the mix", x.packed_bsy):
+        return reason
     weights, c, pairs = x.weights, x.weights.depthwise_bias_nc.shape[1], x.rotary[0].shape[2]
     # Channel ranges are matmul dimensions, which tensor cores need in multiples of 16; emulation needs powers of two.
     least = 1 if architecture == "interpret" else 16

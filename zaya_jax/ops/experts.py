@@ -42,16 +42,10 @@ def dispatch_experts(
 ) -> jax.Array:  # fmt: skip
     """Apply to each token the SwiGLU of its expert, times its weight.
 
-    Args:
-      h_td: tokens.
-      expert_t: int32 class of each token; values of e or more (skip, padding) give zero and cost nothing.
-      weight_t: fp32 factor of each token's output.
-      gate_up_edf: [e, d, 2f], gate then up; here and below also a `StackedLayer`.
-      down_efd: [e, f, d].
-      **products: implementations of the operations of `grouped_matmul`, by name.
-
-    Returns:
-      [t, d] in the dtype of `h_td`.
+    `expert_t` is the int32 class of each token; values of e or more (skip, padding) give zero and cost nothing.
+    `weight_t` is the fp32 factor of each token's output; `gate_up_edf` [e, d, 2f] has gate, then up, and is here and
+    below also a `StackedLayer`, as `down_efd` [e, f, d]; `products` are implementations of the operations of
+    `grouped_matmul`, by name. Returns [t, d] in the dtype of `h_td`.
     """
     with part("dispatch"):
         order, sizes_e = _sort(expert_t, down_efd.shape[0])
@@ -142,26 +136,31 @@ def _experts(how: How, x: _Sorted) -> jax.Array:
     return _run(how[0], x, keep=False)[0]
 
 
-def _run(architecture: Architecture, x: _Sorted, keep: bool) -> list[jax.Array]:
-    """Return the output, and with `keep` the sorted gate and up projections."""
-    hidden_tf, *kept = grouped_swiglu(
-        x.h_td, x.order_t, in_stack(x.gate_up).pair, x.sizes_e, keep=keep, architecture=architecture
+def _run(architecture: Architecture, x: _Sorted, keep: bool, kept: jax.Array | None = None) -> list[jax.Array]:
+    """Return the output, and with `keep` the sorted gate and up projections, or `kept` with these in its layer."""
+    hidden_tf, *kept_tf = grouped_swiglu(
+        x.h_td, x.order_t, in_stack(x.gate_up).pair, x.sizes_e, keep=keep, kept=kept, architecture=architecture
     )
     down, moved = in_stack(x.down).pair, (x.order_t, x.weight_t)
-    return [grouped_product(hidden_tf, down, x.sizes_e, moved=moved, architecture=architecture), *kept]
+    return [grouped_product(hidden_tf, down, x.sizes_e, moved=moved, architecture=architecture), *kept_tf]
 
 
 def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
-    out_td, gate_up_tf = _run(how[0], x, keep=True)
-    return out_td, (x, checkpoint_name(gate_up_tf, MATMUL_OUTPUT))
+    kept: Any = in_stack(x.gate_up).kept
+    out_td, gate_up_tf = _run(how[0], x, True, None if kept is None else kept[...])
+    if kept is None:
+        kept = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
+    else:
+        kept[...] = gate_up_tf
+    return out_td, (x, kept)
 
 
 def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted]:
-    (architecture, gather), (x, gate_up_tf) = how, saved
+    (architecture, gather), (x, kept) = how, saved  # a reference, or gate and up themselves
     h_td, order_t, sizes_e, weight_t, gate_up, down = x
     up_layer, down_layer = in_stack(gate_up).pair, in_stack(down).pair
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
-        dout_td, order_t, weight_t, down_layer, gate_up_tf, sizes_e, architecture
+        dout_td, order_t, weight_t, down_layer, kept[...], sizes_e, architecture
     )
     outer = functools.partial(grouped_outer, sizes_e=sizes_e, architecture=architecture)
     if gather:

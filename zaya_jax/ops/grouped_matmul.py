@@ -6,6 +6,7 @@ rows to do only the necessary work; `jax.lax.ragged_dot` multiplies every row by
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +28,9 @@ Product = Callable[..., jax.Array]
 def grouped_product(x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array) -> jax.Array:
     """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; not differentiable.
 
-    Args:
-      x_tp: rows sorted by group, float.
-      w_epq: one matrix for each group; here and below also a `StackedLayer`.
-      sizes_e: int32 number of rows of each group; the sum is at most t.
-
-    Returns:
-      [t, q] in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
+    `x_tp` are float rows sorted by group, `w_epq` one matrix for each group (here and below also a `StackedLayer`),
+    `sizes_e` the int32 numbers of rows of the groups, whose sum is at most t. Returns [t, q] in the dtype of `x_tp`,
+    sums in fp32; zero in rows past the groups.
     """
     matrices = in_stack(w_epq)
     return _blocks_times_matrix(x_tp, matrices.stack, matrices.layer, sizes_e)
@@ -50,9 +47,8 @@ def grouped_outer(
 ) -> jax.Array:
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e, with rows sorted by group.
 
-    Returns:
-      [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq`, the fp32 sum of the gradients of all layers,
-      its sum with the result in the layer of that index.
+    Returns [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq`, the fp32 sum of the gradients of all
+    layers, its sum with the result in the layer of that index.
     """
     if total_lepq is not None:
         return _add_outer_products(x_tp, y_tq, sizes_e, total_lepq, layer)
@@ -167,8 +163,8 @@ def _over_blocks(body: Callable[..., jax.Array], carry: jax.Array, start: Any, s
 
 def _unsupported(inner: int, _architecture: str, x: jax.Array, w: Matrices, sizes: jax.Array) -> str:
     """Return why the kernel does not support the arguments, or ''; `inner` is the contracted axis of the matrices."""
-    if why := other_dtypes("grouped products", x, w):
-        return why
+    if reason := other_dtypes("grouped products", x, w):
+        return reason
     if x.ndim == 2 and len(w.shape) == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
         return ""
     shapes = f"{x.shape}, {w.shape} and {sizes.shape}"
@@ -183,6 +179,28 @@ def _kernel(
     transpose: bool, architecture: Architecture, x: jax.Array, w_epq: Matrices, sizes_e: jax.Array
 ) -> jax.Array:
     return kernels.grouped_product(x, in_stack(w_epq).pair, sizes_e, transpose, architecture=architecture)
+
+
+def _hipblaslt(
+    transpose: bool, _architecture: Architecture, x: jax.Array, w_epq: Matrices, sizes_e: jax.Array
+) -> jax.Array:
+    """Use hipBLASLt's grouped matmul, to which XLA compiles this `ragged_dot` for gfx942."""
+    matrices, contracted = in_stack(w_epq), 2 if transpose else 1
+    axes = jax.lax.RaggedDotDimensionNumbers((((1,), (contracted,)), ((), ())), [0], [0])
+    out = jax.lax.ragged_dot_general(x, matrices.stack[matrices.layer], sizes_e, axes)
+    # It may leave rows past the groups unwritten.
+    return jnp.where((jnp.arange(len(x)) < sizes_e.sum())[:, None], out, 0)
+
+
+def _hipblaslt_unsupported(general: Callable[..., str], architecture: str, x: jax.Array, *others: Any) -> str:
+    """Refuse whatever XLA would compile to a product of every row with every matrix."""
+    if architecture != "gfx942" or x.dtype != jnp.bfloat16:
+        return f"XLA uses hipBLASLt's grouped matmul for bfloat16 on gfx942, not for {x.dtype} on {architecture}."
+    xla, of_jax = "xla_gpu_experimental_use_ragged_dot_grouped_gemm", "jax_ragged_dot_use_ragged_dot_instruction"
+    flags = os.environ.get("XLA_FLAGS", "").lower()
+    if any(f"{xla}={no}" in flags for no in ("false", "0")) or not getattr(jax.config, of_jax, False):
+        return f"hipBLASLt's grouped matmul needs XLA's flag {xla} and jax's setting {of_jax}, one of which is off."
+    return general(architecture, x, *others)
 
 
 def _outer_kernel(architecture: Architecture, *arrays: Any, **into: Any) -> jax.Array:
@@ -205,7 +223,11 @@ def _inputs(model: ModelConfig) -> tuple[Input, Input, Input]:
 
 
 def _operation(
-    reference: Product, arrays: tuple[int, int], kernel: Callable[..., Any], supports: Callable[..., str]
+    reference: Product,
+    arrays: tuple[int, int],
+    kernel: Callable[..., Any],
+    supports: Callable[..., str],
+    *further: Kernel,
 ) -> Operation:
     """Make one of the three operations; `arrays` are the indices of `_inputs` that its check takes."""
     name: str = reference.__name__  # pyright: ignore[reportFunctionMemberAccess]
@@ -217,7 +239,7 @@ def _operation(
         inputs = tuple(_inputs(model)[index] for index in arrays)
         return {name: Check(run, inputs, sum(x.shape[0] == ROWS for x in inputs), gradient=False)}
 
-    return Operation(name, reference, checks, (Kernel("pallas", kernel, supports, (name,)),), shape=_shape)
+    return Operation(name, reference, checks, (Kernel("pallas", kernel, supports, (name,)), *further), shape=_shape)
 
 
 def _shape(x: jax.Array, _y: Any, sizes: jax.Array, **_: Any) -> tuple[int, ...]:
@@ -226,7 +248,9 @@ def _shape(x: jax.Array, _y: Any, sizes: jax.Array, **_: Any) -> tuple[int, ...]
 
 def _times_matrices(reference: Product, transpose: bool) -> Operation:
     kernel, supports = functools.partial(_kernel, transpose), functools.partial(_unsupported, 1 + transpose)
-    return _operation(reference, (transpose, 2), kernel, supports)
+    run, refuses = functools.partial(_hipblaslt, transpose), functools.partial(_hipblaslt_unsupported, supports)
+    hipblaslt = Kernel("hipblaslt", run, refuses, (), platforms=("rocm",))
+    return _operation(reference, (transpose, 2), kernel, supports, hipblaslt)
 
 
 GROUPED_PRODUCTS = (

@@ -29,10 +29,8 @@ def step_momentum(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the new momentum m' = a·m + b·g and the direction c·m' + d·g, in `dtype`; not differentiable.
 
-    g is the gradient, of any shape, times the factor in `numbers` (`momentum_numbers`); m is at least fp32.
-
-    Returns:
-      The new momentum, or m bitwise unchanged if the step is skipped; and the direction, undefined if it is.
+    g is the gradient, of any shape, times the factor in `numbers` (`momentum_numbers`); m is at least fp32. Returns the
+    new momentum, or m bitwise unchanged if the step is skipped; and the direction, undefined if it is.
     """
     factor, skip, a, b, c, d = numbers
     scaled = factor * gradient.astype(momentum.dtype)

@@ -29,7 +29,9 @@ class Kernel:
     supports: Callable[..., str]
     tiles: tuple[str, ...]  # names of its tiles in `pallas_kernels.tiles.TILES`, in the order to time them
     platforms: tuple[str, ...] = PLATFORMS  # platforms that have it
-    module: str = ""  # that an installed kernel is from, see `registry`; '' for the project's own
+    module: str = ""  # that the kernel is from; '' for the one of the operation
+    # the kernel that a program compiled without a GPU has in its place, if it is of a library that needs one; '' if not
+    stand_in: str = ""
 
 
 class Input(NamedTuple):
@@ -69,7 +71,7 @@ class Operation:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Modules on which measurements depend: its own, and those of installed kernels."""
+        """Modules on which measurements depend: its own, and those of its kernels."""
         return self.reference.__module__, *(kernel.module for kernel in self.kernels if kernel.module)
 
     def kernels_for(self, platform: str) -> list[Kernel]:

@@ -26,5 +26,5 @@ def part(name: Part) -> AbstractContextManager[Any]:
 
 def part_of(op_name: str) -> str:
     """Return the part of the step that an instruction's jax path names; `OTHER` if it names none."""
-    found = _PART.findall(f"/{op_name}")
-    return found[-1][1:] if found else OTHER
+    names = _PART.findall(f"/{op_name}")
+    return names[-1][1:] if names else OTHER

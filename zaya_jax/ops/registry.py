@@ -19,10 +19,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.tiles import PLATFORMS, Tuned
 from zaya_jax.config import ModelConfig
+from zaya_jax.config.table import Table
 from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.ops import Ops
 from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTIONS
 from zaya_jax.ops.cca_mix import CCA_MIX
+from zaya_jax.ops.cudnn_attention import CUDNN
 from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
 from zaya_jax.ops.grouped_matmul import GROUPED_PRODUCTS
@@ -31,10 +33,11 @@ from zaya_jax.ops.operation import TOLERANCE, Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
 from zaya_jax.ops.residual_norm import RESIDUAL_NORM
 from zaya_jax.ops.router import ROUTER
-from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu
-from zaya_jax.ops.target import Target
+from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu, repeats
+from zaya_jax.ops.target import GPU_PLATFORMS, Target
 
-_MIXING = (RESIDUAL_NORM, CCA_MIX, ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
+_ATTENTION = dataclasses.replace(ATTENTION, kernels=(*ATTENTION.kernels, *CUDNN))
+_MIXING = (RESIDUAL_NORM, CCA_MIX, _ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
 # Operations come before those that they use.
 _OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
 
@@ -115,6 +118,19 @@ class KernelSelection:
         measured = {name: choices for name, choices in self.measured.items() if name not in names}
         return dataclasses.replace(self, chosen=chosen, measured=measured)
 
+    def without_libraries(self) -> tuple["KernelSelection", str]:
+        """Return the selection without kernels that are compiled on their GPU only, and a sentence on what it has.
+
+        The sentence is '' if it had none.
+        """
+        ran = ((name, OPERATIONS[name].kernel(x.kernel)) for name in self.chosen for x in self.variants(name))
+        libraries = {name: kernel for name, kernel in ran if kernel.stand_in}
+        chosen = {**self.chosen, **{name: kernel.stand_in for name, kernel in libraries.items()}}
+        measured = {name: choices for name, choices in self.measured.items() if name not in libraries}
+        listed = ", ".join(f"{kernel.stand_in} for {kernel.name} ({name})" for name, kernel in libraries.items())
+        sentence = f"Libraries choose their kernels on a GPU. Here others stand in: {listed}." if listed else ""
+        return dataclasses.replace(self, chosen=chosen, measured=measured), sentence
+
     def variants(self, name: str) -> list[Choice]:
         """Return the distinct kernels with their tiles that an operation may run."""
         every = self.measured.get(name) or (Choice(1, self.chosen[name]),)
@@ -136,7 +152,7 @@ class KernelSelection:
         """Describe the selection in one line."""
         if self.target.platform not in PLATFORMS:
             return f"There are no kernels for {self.target.platform}: XLA runs all operations."
-        several = {name for name in self.kernels if len(OPERATIONS[name].kernels) > 1}
+        several = {name for name in self.kernels if len(OPERATIONS[name].kernels_for(self.target.platform)) > 1}
         named = (f"{name} ({kernel})" if name in several else name for name, kernel in self.kernels.items())
         lines = [f"Kernels for {self.target.device_kind}: {', '.join(named) or 'none'}."]
         if self.pinned:
@@ -166,17 +182,9 @@ def select_kernels(
 ) -> KernelSelection:
     """Select an implementation of each operation that supports the shapes of `model` and was not rejected.
 
-    Nothing is compiled.
-
-    Args:
-      target: kind of device.
-      model: architecture, for the shapes.
-      dtype: of activations; 'float64' always uses the references.
-      table: measurements on this kind of device; None to take each operation's first kernel.
-      pinned: implementations that go before what was measured.
-
-    Raises:
-      InputError: a pinned implementation does not exist, or cannot be used.
+    Nothing is compiled. `dtype` is that of activations; 'float64' always uses the references. `table` holds the
+    measurements on this kind of device; None takes each operation's first kernel. `pinned` implementations go before
+    what was measured; `InputError` if one does not exist, or cannot be used.
     """
     chosen, reasons, measured, notes = dict[str, str](), dict[tuple[str, str], str](), {}, dict[str, str]()
     pinned = pinned or {}
@@ -186,8 +194,9 @@ def select_kernels(
         why = {kernel.name: _unsupported(operation, kernel, target, model, dtype) for kernel in kernels}
         why |= {kernel: _rejected[target, name, kernel] for kernel in why if (target, name, kernel) in _rejected}
         able = [kernel for kernel in why if not why[kernel]]
-        # A pin of an operation holds for those that are its kernels with other outputs.
-        pin = pinned.get(name) or pinned.get(operation.measured_as)
+        # A pin of an operation holds for those that are its kernels with other outputs, if they have that kernel.
+        inherited = pinned.get(operation.measured_as)
+        pin = pinned.get(name) or (inherited if inherited in (REFERENCE, *why) else None)
         if pin:
             if name in pinned and pin not in (REFERENCE, *able):
                 reason = why.get(pin, f"{target.device_kind} has no such kernel.")
@@ -195,7 +204,8 @@ def select_kernels(
                 raise InputError(f"ops.{name}={pin} cannot be used: {reason} {advice}")
             able = [kernel for kernel in able if kernel == pin]
         elif table is not None and why:
-            choices, notes[name] = table.choices(operation, target, dtype, widths(operation, model, dtype))
+            modules, sizes = OPERATIONS[operation.measured_as or name].modules, widths(operation, model, dtype)
+            choices, notes[name] = table.choices(operation, modules, target, dtype, sizes)
             # A choice whose tiles were rejected has the default tiles.
             usable = [choice._replace(tiles=()) if (target, name, choice.variant) in _rejected else choice
                       for choice in choices if choice.kernel in (REFERENCE, *able)]  # fmt: skip
@@ -211,9 +221,10 @@ def select_kernels(
     return dataclasses.replace(selection, notes=tuple(dict.fromkeys(filter(None, used))))
 
 
-def pins_anywhere(pinned: Pins) -> dict[str, str]:
-    """Return a run's pins to the reference, which other devices than the run's have, too."""
-    return {name: pin for name, pin in pinned.items() if pin == REFERENCE}
+def pins_on(platform: str, pinned: Pins) -> Table[str]:
+    """Return a run's pins that devices of another platform have, too: to the reference, and to its kernels."""
+    every = {name: [REFERENCE, *(kernel.name for kernel in x.kernels_for(platform))] for name, x in OPERATIONS.items()}
+    return Table({name: pin for name, pin in pinned.items() if pin in every.get(name, ())})
 
 
 def check_pinned(pinned: Pins) -> None:
@@ -267,16 +278,11 @@ def validate_kernels(
 ) -> KernelSelection:
     """Check each selected kernel once in this process, on its first device, at the widths of `model`.
 
-    A kernel must agree with the reference in double precision, forward and with `training` backward, and with itself on
-    arrays above 4 GiB, if they fit. A kernel that does not, or that fails to compile or run, is rejected with a
-    `UserWarning`, and the operation's next kernel is checked. `large` are the bytes of the large arrays, 0 for none;
-    None for `selfcheck.LARGE` on GPUs and 0 in emulation.
-
-    Returns:
-      The selection of kernels that passed.
-
-    Raises:
-      InputError: JAX_PLATFORMS excludes the CPU, which computes the reference.
+    A kernel must agree with the reference in double precision, forward and with `training` backward, with itself on
+    arrays above 4 GiB, if they fit, and on GPUs bit by bit with itself in a second run. A kernel that does not, or that
+    fails to compile or run, is rejected with a `UserWarning`, and the operation's next kernel is checked. `large` are
+    the bytes of the large arrays, 0 for none; None for `selfcheck.LARGE` on GPUs and 0 in emulation. Returns the
+    selection of kernels that passed. `InputError` if JAX_PLATFORMS excludes the CPU, which computes the reference.
     """
     if selection.kernels:
         host_cpu()
@@ -313,9 +319,15 @@ def check_kernel(
             for where, error in errors.items():
                 if not error <= check.tolerance[dtype]:  # written so that NaN fails
                     return f"its error{where} is {error:.2g}, above the tolerance {check.tolerance[dtype]:g}.", fits
+            if selection.target.platform in GPU_PLATFORMS and not repeats(tried, dtype, implementation):
+                return "two runs with the same arrays gave different bits, so no run could be repeated.", fits
     except Exception as problem:  # of compiler or driver: whatever it is, the reference still works
-        return f"it failed with {type(problem).__name__}: {' '.join(str(problem).split())[:300]}", fits
+        return _failure(problem), fits
     return "", fits
+
+
+def _failure(problem: Exception) -> str:
+    return f"it failed with {type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
 
 
 def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
@@ -336,9 +348,8 @@ def check_operations(
 ) -> dict[str, Any]:
     """Compare all kernels of the named operations with double precision on the host; without a kernel, the reference.
 
-    Returns:
-      `errors`: relative `error` and `tolerance` by check, kernel and dtype. `refused`: by operation, kernel and dtype,
-      why a kernel does not take them, if there are any. `failed`: a sentence, if an error is above its tolerance.
+    Returns `errors`: relative `error` and `tolerance` by check, kernel and dtype. `refused`: by operation, kernel and
+    dtype, why a kernel does not take them, if there are any. `failed`: a sentence, if an error is above its tolerance.
     """
     errors, wrong, refused = {}, [], {}
     for operation, dtype in itertools.product((OPERATIONS[name] for name in names), dtypes):
@@ -349,7 +360,12 @@ def check_operations(
             implementation = selection.variant(operation.name, Choice(1, kernel))
             by = "" if kernel == REFERENCE else f" by {kernel}"
             for name, check in operation.checks(model, True).items():
-                error, limit = compare(check, dtype, implementation, operation.reference), check.tolerance[dtype]
+                limit = check.tolerance[dtype]
+                try:
+                    error = compare(check, dtype, implementation, operation.reference)
+                except Exception as problem:  # of compiler, driver or library: the others are still checked
+                    wrong.append(f"{name}{by} in {dtype}: {_failure(problem)}")
+                    continue
                 errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": limit}
                 if not error <= limit:
                     wrong.append(f"{name}{by} in {dtype} has error {error:.2g}, tolerance {limit:g}")

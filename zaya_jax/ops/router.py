@@ -4,12 +4,15 @@ There is no kernel: one that did all of it lost to XLA's compilation, forward an
 (benchmarks/gpu/nvidia_h200/removed.json).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.operation import ROWS, Check, Input, Operation
 from zaya_jax.ops.precision import accumulation_dtype
@@ -36,42 +39,50 @@ def router(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the probabilities of the classes.
 
-    Args:
-      projected_bsr: down-projection of the tokens without its bias, fp32 (float64 in double precision).
-      state_bsr: state of the previous layer's router, in the same dtype.
-      weights: the parameters.
-      eps: added to the mean square in the norm.
-      dtype: dtype of the matmuls' operands; their sums are in fp32.
-
-    Returns:
-      fp32 probabilities [.., e + 1], and the state for the next layer in the dtype of `state_bsr`.
+    `projected_bsr` is the down-projection of the tokens without its bias, fp32 (float64 in double precision), and
+    `state_bsr` the state of the previous layer's router, in the same dtype. `eps` is added to the mean square in the
+    norm. Operands of matmuls are in `dtype`; their sums are in fp32. Returns fp32 probabilities [.., e + 1], and the
+    state for the next layer in the dtype of `state_bsr`.
     """
     exact = state_bsr.dtype
     state = projected_bsr + weights.down_bias_r.astype(exact) + state_bsr * weights.state_scale_r.astype(exact)
-    x = rms_norm(state, weights.norm_r, eps, dtype)
+    # What the norm rounds its argument to is all that the gradient needs of the product that the state is made of.
+    x = _norm(checkpoint_name(state.astype(dtype), MATMUL_OUTPUT), weights.norm_r, eps, dtype)
     for kernel, bias in ((weights.hidden1_rr, weights.hidden1_bias_r), (weights.hidden2_rr, weights.hidden2_bias_r)):
         if kernel is not None and bias is not None:
-            x = jax.nn.gelu(matmul(x, kernel) + bias.astype(exact), approximate=False).astype(dtype)
+            x = _gelu(matmul(x, kernel, bias), dtype)
     return jax.nn.softmax(matmul(x, weights.output_rc), axis=-1), state
 
 
-def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Compute x @ kernel in fp32, with operands in the dtype of x; the gradient's matmuls have operands in it, too."""
-    return _matmul(x, kernel.astype(x.dtype))
+# Backward passes compute from the arguments again: what they could use of the forward pass has twice as many bytes.
+_norm = jax.checkpoint(rms_norm, static_argnums=(2, 3))
+
+
+@functools.partial(jax.checkpoint, static_argnums=1)
+def _gelu(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False).astype(dtype)
+
+
+def matmul(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Compute x @ kernel + bias in fp32, with operands in the dtype of x; those of the gradient's matmuls are, too."""
+    return _matmul(x, kernel.astype(x.dtype), bias)
 
 
 @jax.custom_vjp
-def _matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.matmul(x, kernel, preferred_element_type=accumulation_dtype(x.dtype))
+def _matmul(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    out = jnp.matmul(x, kernel, preferred_element_type=accumulation_dtype(x.dtype))
+    return out if bias is None else out + bias.astype(out.dtype)
 
 
-def _matmul_backward(saved: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = saved
-    d_out = d_out.astype(x.dtype)
-    return d_out @ kernel.T, jnp.einsum("...p,...q->pq", x, d_out)
+def _matmul_backward(saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
+    x, kernel, bias = saved
+    # XLA would write them unrounded, too, for the sum.
+    exact, d_out = d_out.dtype, jax.lax.optimization_barrier(d_out.astype(x.dtype))
+    d_bias = None if bias is None else d_out.sum(range(d_out.ndim - 1), dtype=exact).astype(bias.dtype)
+    return d_out @ kernel.T, jnp.einsum("...p,...q->pq", x, d_out), d_bias
 
 
-_matmul.defvjp(lambda x, kernel: (_matmul(x, kernel), (x, kernel)), _matmul_backward)
+_matmul.defvjp(lambda *saved: (_matmul(*saved), saved), _matmul_backward)
 
 
 def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:

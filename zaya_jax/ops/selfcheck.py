@@ -16,6 +16,7 @@ from zaya_jax.ops.operation import Check
 
 LARGE = 2**32  # bytes; above, kernels need 64-bit addresses
 MOST_TIMES = 2**14  # above, the grids of some kernels exceed the limit of GPUs
+SAME = 32  # repetitions of rows that keep all of a GPU busy, so that the order of atomic additions varies
 Implementation = Callable[..., Any]
 # ZAYA1-8B's heads, at a smaller width.
 EXAMPLE = ModelConfig(vocab_size=256, hidden_size=512, num_layers=1, num_query_heads=8, num_kv_heads=2, head_dim=128,
@@ -68,11 +69,19 @@ def compare_large(check: Check, dtype: str, implementation: Implementation, leas
             return None
 
 
+def repeats(check: Check, dtype: str, implementation: Implementation) -> bool:
+    """Return whether two runs with the same arrays, whose rows are repeated `SAME` times, give the same bits."""
+    arrays = [np.repeat(x, SAME, axis=0) if i < check.rows else x for i, x in enumerate(_draw(check, dtype))]
+    with _precise(dtype):
+        program, cotangents = _program(check, implementation), _cotangents(check, implementation, arrays)
+        first, second = ([x.tobytes() for x in jax.device_get(program(arrays, cotangents))] for _ in range(2))
+    return first == second
+
+
 def host_cpu() -> Any:
     """Return the host's CPU as a jax device.
 
-    Raises:
-      InputError: JAX_PLATFORMS excludes it.
+    `InputError` if JAX_PLATFORMS excludes it.
     """
     try:
         return jax.local_devices(backend="cpu")[0]

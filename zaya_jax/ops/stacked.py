@@ -1,14 +1,14 @@
-"""Stacks of all layers' parameters with the sums of their gradients, and a layer's part of one without a copy."""
+"""Stacks of all layers, of which a layer uses its part without a copy: parameters, sums of gradients, kept outputs."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "layer", "total", "probe"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StackedLayer:
     """A parameter of one layer, where it is in memory.
@@ -23,6 +23,7 @@ class StackedLayer:
     # layer, whose gradient is returned as usual
     total: jax.Ref | None = None
     probe: jax.Array | None = None  # fp32 scalar; None without `total`
+    kept: jax.Ref | None = None  # reference to space for the products of rows with `stack`, [l, t, q], see `kept_rows`
 
     @property
     def pair(self) -> tuple[jax.Array, jax.Array | int]:
@@ -35,18 +36,18 @@ class StackedLayer:
         return self.stack.shape[1:]
 
     @property
-    def dtype(self) -> jax.numpy.dtype:
+    def dtype(self) -> jnp.dtype:
         """The dtype of the parameter."""
         return self.stack.dtype
 
     def astype(self, dtype: jax.typing.DTypeLike) -> "StackedLayer":
         """Return the same; ValueError if `dtype` is another, since that would copy all layers."""
         if dtype != self.dtype:
-            raise ValueError(f"A stack in {self.dtype} cannot be used in {jax.numpy.dtype(dtype)} without a copy.")
+            raise ValueError(f"A stack in {self.dtype} cannot be used in {jnp.dtype(dtype)} without a copy.")
         return self
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "total", "probe"], meta_fields=["in_place"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
     """A stack of all layers' parameters with the sum of its gradients; it takes the place of the stack in a model."""
@@ -54,7 +55,9 @@ class Accumulated:
     stack: jax.Array  # [l, …], in the compute dtype
     total: jax.Ref  # reference to the fp32 sum of the gradients, [l, …]
     probe: jax.Array  # fp32 scalar that is differentiated in place of the stack; its gradient is zero
-    in_place: bool  # whether a layer gets a `StackedLayer` instead of a copy of its part
+    # whether a layer gets a `StackedLayer` instead of a copy of its part
+    in_place: bool = dataclasses.field(metadata={"static": True})
+    kept: jax.Ref | None = None  # as in `StackedLayer`
 
 
 Matrices = jax.Array | StackedLayer
@@ -75,4 +78,13 @@ def matrix_gradient(outer: Callable[..., jax.Array], matrices: Matrices) -> Any:
     total: Any = matrices.total
     total[...] = outer(total_lepq=total[...], layer=matrices.layer)
     none: Any = None  # a gradient of zero
-    return StackedLayer(none, none, none, jax.numpy.zeros((), jax.numpy.float32))
+    return StackedLayer(none, none, none, jnp.zeros((), jnp.float32))
+
+
+def kept_rows(stack: jax.Array, rows: int) -> jax.Ref:
+    """Make space for the products of `rows` with the matrices of all layers, [l, t, q], for the backward pass.
+
+    Forward passes write it in place, once although layers are rematerialized. If autodiff kept the rows, the loop over
+    layers would clear the space, and copy each layer's rows into it and out again.
+    """
+    return jax.new_ref(jax.lax.empty((stack.shape[0], rows, stack.shape[-1]), stack.dtype), kind="no_grad_no_remat")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optax
 
 from zaya_jax.config import AdamWConfig, MuonConfig, OptimizerConfig
-from zaya_jax.model.layers import MATRIX_ROLES, ROLES, Role
+from zaya_jax.model.layers import MATRIX_ROLES, ROLES, Role, Roles
 from zaya_jax.optim.muon import scale_by_muon
 from zaya_jax.optim.skippable import SkippableTransform, skippable
 
@@ -35,12 +35,7 @@ def _adamw(config: AdamWConfig, fused: Mapping[str, int]) -> SkippableTransform:
 OPTIMIZERS = {"muon": Optimizer(_muon, newton_schulz=True), "adamw": Optimizer(_adamw)}
 
 
-def optimizer_settings(config: OptimizerConfig, name: str) -> Any:
-    """Return the configuration section of one of `OPTIMIZERS`, with its `learning_rate` and `weight_decay`."""
-    return getattr(config, name)
-
-
-def make_optimizer(config: OptimizerConfig, roles: Mapping[str, Role], fused: Mapping[str, int]) -> SkippableTransform:
+def make_optimizer(config: OptimizerConfig, roles: Roles, fused: Mapping[str, int]) -> SkippableTransform:
     """Make the transform of all trained parameters, with one optimizer for each role.
 
     `roles` and `fused` are those of `model.tree`. The transform is of flat dicts by name. Its updates are at the peak
@@ -53,7 +48,7 @@ def make_optimizer(config: OptimizerConfig, roles: Mapping[str, Role], fused: Ma
 
 def _transform(config: OptimizerConfig, role: Role, fused: Mapping[str, int]) -> optax.GradientTransformation:
     optimizer = config.matrices if role in MATRIX_ROLES else "adamw"
-    settings, own = optimizer_settings(config, optimizer), getattr(config.roles, role)
+    settings, own = getattr(config, optimizer), getattr(config.roles, role)
     decay = float(role in DECAYED) if own.weight_decay is None else own.weight_decay
     decayed, rate = settings.weight_decay * decay, -settings.learning_rate * own.learning_rate
     direction = OPTIMIZERS[optimizer].direction(settings, fused)

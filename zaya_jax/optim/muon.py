@@ -35,18 +35,12 @@ def muon(
     """Muon with decoupled weight decay, for any Optax training loop.
 
     It composes with `optax.chain`, `multi_transform`, `masked`, `MultiSteps` and `inject_hyperparams`, which can change
-    the first three arguments during training. It accepts matrices only: use another transform for all other
-    parameters, with `optax.partition`.
+    the first three arguments during training. It accepts matrices only, pytrees of arrays [..., in, out] whose leading
+    axes are batches: use another transform for all other parameters, with `optax.partition`. Its `init` raises
+    ValueError for a leaf with fewer than two axes.
 
-    Args:
-      learning_rate: a number, or a schedule of the step.
-      momentum: at least 0 and below 1.
-      weight_decay: decoupled; multiplied by the learning rate.
-      config: all other settings; its learning rate, momentum and weight decay are ignored.
-
-    Returns:
-      A transform of any pytree of arrays [..., in, out], whose leading axes are batches of matrices. Its `init` raises
-      ValueError for a leaf with fewer than two axes.
+    The momentum is at least 0 and below 1; the weight decay is decoupled, and multiplied by the learning rate, a number
+    or a schedule of the step. Only the other settings of `config` are used.
     """
     init, update = scale_by_muon(dataclasses.replace(config or MuonConfig(), momentum=momentum))
     local: Any = functools.partial(update, ops=LOCAL)  # pyright: ignore[reportCallIssue]
@@ -54,9 +48,9 @@ def muon(
     return optax.chain(direction, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
-def _on_one_device(_name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMatrices) -> Pair:
+def _on_one_device(_name: str, leaves: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:
     kept, matrices = local(numbers, *leaves)
-    return kept, whole(matrices)
+    return kept, function(matrices)
 
 
 def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> SkippableTransform:
@@ -66,13 +60,11 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
     last axis of a leaf, by its name; each is orthogonalized and scaled separately. A leaf without an entry is one
     matrix.
 
-    Returns:
-      A transform of flat dicts of leaves [..., in, out] by name; leading axes (layers, experts) are batches of
-      matrices. Its updates are directions, to be multiplied by minus the learning rate. Its state is the momentum, in
-      the shape of the parameters and at least fp32, and the step count of the form `ema`.
-
-      `update` takes two more arguments. `ops` are the implementations of the operations. `on_matrices` handles
-      matrices that are sharded over devices, see `parallel.muon.on_whole_matrices`.
+    The transform is of flat dicts of leaves [..., in, out] by name; leading axes (layers, experts) are batches of
+    matrices. Its updates are directions, to be multiplied by minus the learning rate. Its state is the momentum, in the
+    shape of the parameters and at least fp32, and the step count of the form `ema`. `update` also takes `ops`, the
+    implementations of the operations, and `on_matrices`, which handles matrices that are sharded over devices, see
+    `parallel.muon.on_whole_matrices`.
     """
     parts = split or {}
 
@@ -103,7 +95,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         pairs = [update_leaf(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
-        momenta, directions = (tree.unflatten([pair[which] for pair in pairs]) for which in range(2))
+        momenta, directions = (tree.unflatten([pair[index] for pair in pairs]) for index in range(2))
         if summed:
             return directions, (optax.TraceState(momenta), empty)
         return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)
@@ -161,11 +153,11 @@ def _in_chunks(function: OfMatrices, m_xpq: jax.Array) -> jax.Array:
     if chunk == count:
         return function(m_xpq)
 
-    def one(index: jax.Array, m: jax.Array) -> jax.Array:
+    def apply_chunk(index: jax.Array, m: jax.Array) -> jax.Array:
         part = jax.lax.dynamic_slice_in_dim(m, index * chunk, chunk)
         return jax.lax.dynamic_update_slice_in_dim(m, function(part), index * chunk, 0)
 
-    return jax.lax.fori_loop(0, count // chunk, one, m_xpq.reshape(count, p, q)).reshape(m_xpq.shape)
+    return jax.lax.fori_loop(0, count // chunk, apply_chunk, m_xpq.reshape(count, p, q)).reshape(m_xpq.shape)
 
 
 def _split_parts(m_xpq: jax.Array, parts: int) -> jax.Array:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,13 @@ from zaya_jax.config import Config
 from zaya_jax.config.phases import ScheduleShape
 from zaya_jax.config.stages import schedule_spans, stages
 
-_SHAPES: tuple[ScheduleShape, ...] = get_args(ScheduleShape)
+# The remaining fraction of the decay → the fraction of the way from the final factor to the peak.
+_SHAPES: dict[ScheduleShape, Callable[[jax.Array], jax.Array]] = {
+    "constant": jnp.ones_like,
+    "cosine": lambda remaining: jnp.sin(0.5 * math.pi * remaining) ** 2,
+    "linear": lambda remaining: remaining,
+    "wsd": lambda remaining: remaining,
+}
 
 
 def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
@@ -26,8 +31,8 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
     rows, shapes = [], []
     for stage in stages(config):
         schedule, span_start, span = schedule_spans(config)[stage.phase]
-        shapes.append(_SHAPES.index(schedule.shape))
-        rows.append({
+        shapes.append(list(_SHAPES).index(schedule.shape))
+        row = {
             "before": stage.first_token - span_start,  # tokens of the span before the stage
             "after": span_start + span - stage.first_token - stage.steps * stage.tokens,  # tokens after the stage
             "step": stage.tokens,
@@ -35,7 +40,8 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
             "falling": schedule.decay_tokens or max(span - schedule.warmup_tokens, 1),
             "peak": schedule.peak,
             "final": schedule.peak if schedule.shape == "constant" else schedule.final,
-        })  # fmt: skip
+        }
+        rows.append(row)
     tables = {name: np.array([row[name] for row in rows], np.float32) for name in rows[0]}
     firsts, ends = np.array([(stage.first_step, stage.end) for stage in stages(config)], np.int32).T
 
@@ -47,13 +53,7 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
         token = values["before"] + steps_done * values["step"]
         # 1 until the decay starts
         remaining = jnp.clip((values["after"] + steps_left * values["step"]) / values["falling"], 0.0, 1.0)
-        above = {  # fraction of the way from the final factor to the peak
-            "constant": jnp.ones_like(remaining),
-            "cosine": jnp.sin(0.5 * math.pi * remaining) ** 2,
-            "linear": remaining,
-            "wsd": remaining,
-        }
-        part = jnp.stack([above[shape] for shape in _SHAPES])[jnp.asarray(shapes, jnp.int32)[stage]]
+        part = jnp.stack([shape(remaining) for shape in _SHAPES.values()])[jnp.asarray(shapes, jnp.int32)[stage]]
         falling = values["final"] + (values["peak"] - values["final"]) * part
         rising = values["peak"] * token / jnp.maximum(values["warmup"], 1.0)
         return jnp.where(token <= values["warmup"], rising, falling)

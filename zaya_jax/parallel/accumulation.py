@@ -35,7 +35,7 @@ def _layer(x: jax.Array | Accumulated, part: jax.Array | None, index: jax.Array)
     if not isinstance(x, Accumulated):
         return part
     if part is None:
-        return StackedLayer(x.stack, index, x.total, x.probe)
+        return StackedLayer(x.stack, index, x.total, x.probe, x.kept)
     return _add_gradient(part, index, x.total, x.probe)
 
 

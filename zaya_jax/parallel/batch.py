@@ -11,6 +11,8 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.parallel.context import sequence_order
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, AnyMesh, batch_sharding
 
+Batch = Mapping[str, np.ndarray]
+
 
 class ProcessShare(NamedTuple):
     """The share of each batch that a process reads: the `part`-th of `parts` equal parts of its sequences."""
@@ -38,14 +40,11 @@ def process_share(mesh: Mesh) -> ProcessShare:
 
 
 def place_batch(
-    batch: Mapping[str, np.ndarray], mesh: AnyMesh, config: ParallelConfig, micro_batches: int | None = None,
-    share: ProcessShare = WHOLE,
-) -> dict[str, jax.Array]:  # fmt: skip
+    batch: Batch, mesh: AnyMesh, config: ParallelConfig, micro_batches: int | None = None, share: ProcessShare = WHOLE
+) -> dict[str, jax.Array]:
     """Place a batch, this process' `share` of it, on the devices, sharded as the layout has it.
 
-    Returns:
-      Global arrays [sequences, tokens], or [micro-batches, sequences / micro-batches, tokens] if a number of
-      micro-batches is given.
+    Returns global arrays [sequences, tokens], or with `micro_batches` [micro-batches, their sequences, tokens].
     """
     leading = () if micro_batches is None else (micro_batches,)
     sharding = batch_sharding(mesh, len(leading))

@@ -20,7 +20,7 @@ from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
 def sequence_order(config: ParallelConfig, length: int) -> np.ndarray | None:
     """Return the token index at each place of a sequence, in the order of the devices; None if it is not permuted."""
-    if config.chunks == config.context:
+    if config.pieces == 1:
         return None
     chunks = np.arange(length).reshape(config.chunks, -1)
     return chunks[[piece for device in range(config.context) for piece in device_pieces(config, device)]].reshape(-1)
@@ -28,7 +28,7 @@ def sequence_order(config: ParallelConfig, length: int) -> np.ndarray | None:
 
 def device_pieces(config: ParallelConfig, device: Any) -> tuple[Any, ...]:
     """Return the indices of the pieces of a sequence that a device holds; `device` may be traced."""
-    return (device,) if config.chunks == config.context else (device, config.chunks - 1 - device)
+    return (device,) if config.pieces == 1 else (device, config.chunks - 1 - device)
 
 
 def fold(x: jax.Array, pieces: int) -> jax.Array:
@@ -46,7 +46,7 @@ def make_halo(config: ParallelConfig) -> Callable[[jax.Array, jax.Array, jax.Arr
 
     It uses two `ppermute`s in each direction: one for floating-point rows, one for their documents.
     """
-    last, pieces = config.context - 1, config.chunks // config.context
+    last, pieces = config.context - 1, config.pieces
     forward, backward = [(i, i + 1) for i in range(last)], [(i + 1, i) for i in range(last)]
 
     def before(tail: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def make_halo(config: ParallelConfig) -> Callable[[jax.Array, jax.Array, jax.Arr
 
 def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[..., Any]:
     """Make `Ops.cca_mix` for the pieces that a device holds, with their halos."""
-    pieces = config.chunks // config.context
+    pieces = config.pieces
 
     def mix(x: MixInputs, parts: MixParts = ALL_PARTS) -> Any:
         packed, segments, cos, sin = (fold(array, pieces) for array in (x.packed_bsy, x.segments_bs, *x.rotary))
@@ -87,12 +87,12 @@ def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[...,
 def gather_sequence(config: ParallelConfig, x_bs: jax.Array) -> jax.Array:
     """Gather all pieces of a sequence in order: [b, s, …] on each device to [b, whole, …]."""
     x = jax.lax.all_gather(x_bs, SEQUENCE_AXIS, axis=1, tiled=True)
-    if config.chunks == config.context:
+    if config.pieces == 1:
         return x
-    b, whole = x.shape[:2]
-    pieces = x.reshape(b, config.context, 2, whole // config.chunks, *x.shape[2:])
+    b, tokens = x.shape[:2]
+    pieces = x.reshape(b, config.context, 2, tokens // config.chunks, *x.shape[2:])
     ordered = jnp.concatenate([pieces[:, :, 0], pieces[:, ::-1, 1]], 1)
-    return ordered.reshape(b, whole, *x.shape[2:])
+    return ordered.reshape(b, tokens, *x.shape[2:])
 
 
 def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -105,8 +105,8 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
     def attention(*qkv: Any, **options: Any) -> jax.Array:
         x = AttentionInputs(*qkv, **options)
         refuse_cache(x.query_offset)
-        whole = gather_sequence(config, jnp.concatenate([x.k_btkc, x.v_btkc], -1))
-        k, v = jnp.split(whole, 2, axis=-1)
+        keys_values = gather_sequence(config, jnp.concatenate([x.k_btkc, x.v_btkc], -1))
+        k, v = jnp.split(keys_values, 2, axis=-1)
         pieces = device_pieces(config, jax.lax.axis_index(SEQUENCE_AXIS))
         length, out = x.q_bshc.shape[1] // len(pieces), []
         for i, piece in enumerate(pieces):

@@ -16,13 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model.cache import Cache, KeyValues
-from zaya_jax.model.zaya import init_cache
+from zaya_jax.model.attention import KeyValues
+from zaya_jax.model.zaya import Cache, init_cache
 from zaya_jax.ops.attention import AttentionInputs, PartialAttention
 from zaya_jax.ops.cached_attention import KeysAndValues, merge_heads, split_heads
 from zaya_jax.parallel.context import tree_attention
 from zaya_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXIS, AnyMesh
 
+CachedAttention = Callable[..., tuple[jax.Array, KeysAndValues]]
 REPLICATED = PartitionSpec()
 ROWS = PartitionSpec(BATCH_AXES)
 STEP_ROWS = PartitionSpec(None, BATCH_AXES)  # of arrays [steps, rows, …]
@@ -32,37 +33,34 @@ _SLOTS = PartitionSpec(BATCH_AXES, SEQUENCE_AXIS)  # of keys and values [rows, s
 def cache_specs(config: ModelConfig, cache: Cache) -> Cache:
     """Return the partition of every array of a cache."""
 
-    def keys_and_values(layer: LayerKind, kv: KeyValues) -> KeyValues:
-        spec = _SLOTS if layer.window is None else ROWS
-        return kv._replace(k_btx=spec, v_btx=spec)
+    def spec(layer: LayerKind, x: Any) -> Any:
+        slots: Any = _SLOTS if layer.window is None else ROWS
+        return KeyValues(slots, slots) if isinstance(x, KeyValues) else ROWS
 
-    layers = _map_layers(config, cache, keys_and_values, lambda _: ROWS)
-    return dataclasses.replace(cache, layers=layers, segments_bt=ROWS, length=REPLICATED)
+    return dataclasses.replace(cache, layers=_map_layers(config, cache, spec), segments_bt=ROWS, length=REPLICATED)
 
 
 def empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: jax.typing.DTypeLike, mesh: AnyMesh) -> Cache:
     """Make `init_cache` on the devices of `mesh`, with slots for at least `capacity` tokens in equal parts."""
 
-    def padded(layer: LayerKind, kv: KeyValues) -> KeyValues:
-        missing = -kv.k_btx.shape[1] % mesh.shape[SEQUENCE_AXIS] if layer.window is None else 0
-        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, missing), (0, 0))), kv)
+    def padded(layer: LayerKind, x: Any) -> Any:
+        if layer.window is not None or not isinstance(x, KeyValues):
+            return x
+        missing = -x.k_btx.shape[1] % mesh.shape[SEQUENCE_AXIS]
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, missing), (0, 0))), x)
 
     cache = init_cache(config, rows, capacity, dtype)
     if mesh.size == 1:
         return cache
-    cache = dataclasses.replace(cache, layers=_map_layers(config, cache, padded, lambda x: x))
+    cache = dataclasses.replace(cache, layers=_map_layers(config, cache, padded))
     return jax.lax.with_sharding_constraint(cache, _shardings(mesh, cache_specs(config, cache)))
 
 
-def _map_layers(
-    config: ModelConfig, cache: Cache, keys_and_values: Callable[..., KeyValues], other: Callable[[jax.Array], Any]
-) -> tuple[Any, ...]:
-    """Map the keys and values of each layer, and whatever else its decode state has."""
+def _map_layers(config: ModelConfig, cache: Cache, function: Callable[[LayerKind, Any], Any]) -> tuple[Any, ...]:
+    """Map the `KeyValues` of each layer, and every other array of its decode state."""
 
     def state(layer: LayerKind, tree: Any) -> Any:
-        mapped = functools.partial(keys_and_values, layer)
-        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, KeyValues))
-        return structure.unflatten([mapped(x) if isinstance(x, KeyValues) else other(x) for x in leaves])
+        return jax.tree.map(functools.partial(function, layer), tree, is_leaf=lambda x: isinstance(x, KeyValues))
 
     return tuple(map(state, config.layer_kinds * config.num_groups, cache.layers))
 
@@ -84,9 +82,7 @@ def on_shards(mesh: AnyMesh, function: Callable[..., Any], in_specs: Any, out_sp
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def tree_cached_attention(
-    partial: Callable[..., PartialAttention], local: Callable[..., tuple[jax.Array, KeysAndValues]]
-) -> Callable[..., tuple[jax.Array, KeysAndValues]]:
+def tree_cached_attention(partial: Callable[..., PartialAttention], local: CachedAttention) -> CachedAttention:
     """Make `Ops.cached_attention` for caches whose slots are split over `context`.
 
     New keys and values are written by the device that holds their slot. Attention is `context.tree_attention` with

@@ -99,9 +99,7 @@ def _travel(exchange: Exchange, rows: int, x: jax.Array, dispatch: Route, combin
     return exchange(x, jnp.zeros((rows, x.shape[1]), x.dtype), *dispatch, axis_name=AXIS)
 
 
-def _travel_forward(
-    exchange: Exchange, rows: int, x: jax.Array, dispatch: Route, combine: Route
-) -> tuple[jax.Array, Any]:
+def _travel_forward(exchange: Exchange, rows: int, x: jax.Array, dispatch: Route, combine: Route) -> tuple[Any, Any]:
     return _travel(exchange, rows, x, dispatch, combine), (x[:, :0], dispatch, combine)
 
 

@@ -13,7 +13,7 @@ Frozen parameters under adapters enter next to the trained ones, sharded, in the
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from zaya_jax.config.parallel import Reduce
 from zaya_jax.model.packing import SMALL
 from zaya_jax.model.tree import Arrays, is_stacked
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.stacked import Accumulated
+from zaya_jax.ops.stacked import Accumulated, kept_rows
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.layers import Scattered
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
@@ -32,62 +32,64 @@ from zaya_jax.parallel.rules import LeafPlacement
 Sums = Any
 LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 Leaves = Mapping[str, LeafPlacement]
+Dtypes = Mapping[str, Any]  # compute dtype of each parameter
 Parts = dict[str, jax.Array | Scattered]
 Loss = Callable[[Any, Any], tuple[jax.Array, Sums]]  # compute copy of the trained parameters, micro-batch
 
 
-class Reduction(NamedTuple):
-    """The collectives that turn each device's gradient of a parameter into the sharded global sum."""
-
-    scatter: tuple[str, ...]  # mesh axes of the reduce-scatter along the parameter's sharded axis; may be empty
-    sum: tuple[str, ...]  # mesh axes of the all-reduce that follows; may be empty
-
-
-def reduction(leaf: LeafPlacement, mesh: AnyMesh) -> Reduction:
-    """Return the collectives of a parameter's gradient, without those inside the layer (`layers.gather_layer`)."""
-    return Reduction(leaf.gathered, tuple(axis for axis in nontrivial_axes(mesh, AXES) if axis not in leaf.split))
+def replicated_over(leaf: LeafPlacement, mesh: AnyMesh) -> tuple[str, ...]:
+    """Return the mesh axes of the all-reduce of a parameter's gradient, after the reduce-scatter over `gathered`."""
+    return tuple(axis for axis in nontrivial_axes(mesh, AXES) if axis not in leaf.split)
 
 
 def summed_gradient(
-    local_loss: LocalLoss, mesh: AnyMesh, leaves: Leaves, dtypes: Mapping[str, Any], reduce: Reduce,
+    local_loss: LocalLoss,
+    mesh: AnyMesh,
+    leaves: Leaves,
+    dtypes: Dtypes,
+    reduce: Reduce,
     in_place: Collection[str] = (),
-) -> Callable[..., tuple[Sums, Arrays]]:  # fmt: skip
+    keep_rows: bool = False,
+) -> Callable[..., tuple[Sums, Arrays]]:
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
-    Args:
-      local_loss: (compute copy of all parameters, constants, micro-batch) → (scalar loss, sums). The loss is
-        differentiated with respect to the trained parameters. Large ones of layers are `Accumulated`.
-      mesh: the device mesh.
-      leaves: placement of each parameter, by name.
-      dtypes: compute dtype of each parameter, by name.
-      reduce: whether to sum gradients over devices once a step, or after each micro-batch.
-      in_place: names of the layers' parameters that no layer copies, see `Accumulated`.
+    It maps (params, constants, batch, frozen) to (sums, gradient). The batch's leaves are [micro-batches, sequences,
+    tokens]; `frozen` are frozen parameters or None. The gradient has the dtype and sharding of the master weights.
 
-    Returns:
-      (params, constants, batch, frozen) → (sums, gradient). The batch's leaves are [micro-batches, sequences, tokens];
-      `frozen` are frozen parameters or None. The gradient has the dtype and the sharding of the master weights.
+    `local_loss` maps (compute copy of all parameters, constants, micro-batch) to (scalar loss, sums). It is
+    differentiated with respect to the trained parameters, of which large ones of layers are `Accumulated`. `reduce`
+    tells whether to sum gradients over devices once a step or after each micro-batch; `in_place` names the layers'
+    parameters that no layer copies; `keep_rows` whether there is space for their products with tokens, see `kept_rows`.
     """
     reduce_axes = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
         micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        # With one micro-batch nothing reads an expert twice, so that the layers gather them.
-        compute = compute_copy(params, leaves, dtypes, gather_experts=micro_batches > 1)
+        compute = compute_copy(params, leaves, dtypes, micro_batches == 1)
         frozen_compute = frozen_copy(frozen, leaves)
 
         def loss(trained: Any, micro: Any) -> tuple[jax.Array, Sums]:
             return local_loss({**frozen_compute, **trained}, constants, micro)
 
         def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
+            """Return the gradient of a micro-batch, and of those before it, summed over devices."""
             parts = scatter_in_layers(compute, totals, leaves, mesh, micro_batches == 1)
-            return _reduced_gradient(loss, parts, micro, totals, leaves, mesh)
+            in_layers = {name: x for name, x in parts.items() if isinstance(x, Scattered)}
 
-        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place)
+            def with_shards(shards: Arrays) -> tuple[jax.Array, Sums]:
+                scattered = {name: x._replace(shard=shards[name]) for name, x in in_layers.items()}
+                return loss({**shards, **scattered}, micro)
+
+            grads, sums = jax.grad(with_shards, has_aux=True)(differentiated(parts))
+            return reduce_rest(grads, parts, totals, leaves, mesh), sums
+
+        kept = in_place if keep_rows and mesh.shape["expert"] == 1 else ()  # else experts get tokens of other devices
+        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place, kept)
         if reduce_axes and micro_batches == 1:
             grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
             grads, sums = _added(reduced, batch)
-        elif any(leaf.in_layer and leaf.gathers for leaf in leaves.values()):
+        elif any(leaf.reduced_in_layers for leaf in leaves.values()):
             grads, sums = accumulated(jax.tree.map(lambda x: x[:-1], batch))
             grads, last = reduced(_ordered_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
             sums = jax.tree.map(jnp.add, sums, last)
@@ -100,7 +102,7 @@ def summed_gradient(
 
 
 def _accumulated_gradient(
-    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], batch: Any
+    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], kept: Collection[str], batch: Any
 ) -> tuple[Arrays, Sums]:
     """Add up the gradients of micro-batches on this device."""
     # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
@@ -108,13 +110,17 @@ def _accumulated_gradient(
     stacked = {name: x for name, x in compute.items() if is_stacked(name) and not leaves[name].by_layer}
     large = [name for name, x in stacked.items() if x.size > SMALL * x.shape[0]]
     others = {name: x for name, x in compute.items() if name not in large}
-    probe = jnp.zeros((), jnp.float32)
+    probe, tokens = jnp.zeros((), jnp.float32), math.prod(jax.tree.leaves(batch)[0].shape[1:])
+
+    def accumulating(name: str, total: jax.Ref, probe: jax.Array) -> Accumulated:
+        space = kept_rows(compute[name], tokens) if name in kept else None
+        return Accumulated(compute[name], total, probe, name in in_place, space)
 
     def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
         references = {name: jax.new_ref(total[name]) for name in large}
 
         def with_totals(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
-            layers = {name: Accumulated(compute[name], x, probe, name in in_place) for name, x in references.items()}
+            layers = {name: accumulating(name, x, probe) for name, x in references.items()}
             return loss({**layers, **others}, micro)
 
         (grads, _), sums = jax.grad(with_totals, argnums=(0, 1), has_aux=True)(others, probe)
@@ -141,22 +147,7 @@ def _accumulated_gradient(
         return jax.lax.fori_loop(0, jax.lax.optimization_barrier(count), add, (zeros, no_sums))
 
 
-def _reduced_gradient(
-    loss: Loss, parts: Parts, micro: Any, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh
-) -> tuple[Arrays, Sums]:
-    """Return the gradient of a micro-batch, and of those before it, summed over devices."""
-
-    def with_shards(shards: Arrays) -> tuple[jax.Array, Sums]:
-        scattered = {name: x._replace(shard=shards[name]) for name, x in parts.items() if isinstance(x, Scattered)}
-        return loss({**shards, **scattered}, micro)
-
-    grads, sums = jax.grad(with_shards, has_aux=True)(differentiated(parts))
-    return reduce_rest(grads, parts, totals, leaves, mesh), sums
-
-
-def summed(
-    local_sums: Callable[[Arrays, Any, Any], Sums], mesh: AnyMesh, leaves: Leaves, dtypes: Mapping[str, Any]
-) -> Callable[..., Sums]:
+def summed(local_sums: Callable[..., Sums], mesh: AnyMesh, leaves: Leaves, dtypes: Dtypes) -> Callable[..., Sums]:
     """Make a function (params, constants, batch, frozen) → the sums of `local_sums` over all devices.
 
     The batch's leaves are [sequences, tokens]; `frozen` are frozen parameters or None.
@@ -188,21 +179,22 @@ def _mapped(
     return mapped
 
 
-def compute_copy(params: Arrays, leaves: Leaves, dtypes: Mapping[str, Any], gather_experts: bool = True) -> Arrays:
+def compute_copy(params: Arrays, leaves: Leaves, dtypes: Dtypes, one_micro_batch: bool = False) -> Arrays:
     """Make the parameters that a device computes with from its shards, inside the region.
 
     Layers that are gathered one at a time, and the embedding, stay in the master weights' dtype (with values rounded to
     the compute dtype if gathered here), so that the sums of their gradients, over fsdp or over all tokens, are in fp32.
-    Without `gather_experts`, they stay sharded; `scatter_in_layers` lets the layers gather them. The other matrices are
-    small, but the first product of a layer needs them: gathered in the layers, they would wait behind its experts.
+    In a step of `one_micro_batch`, experts stay sharded, since none is read twice; `scatter_in_layers` lets the layers
+    gather them. The other matrices are small, and the first product of a layer would wait for them behind its experts.
     """
 
     def copy(name: str, x: jax.Array) -> jax.Array:
         leaf, dtype = leaves[name], dtypes[name]
-        if not leaf.gathered or (leaf.gathered_in_layers and not gather_experts):
-            return x if leaf.exact else x.astype(dtype)
+        exact = leaf.by_layer or leaf.role == "embedding"
+        if not leaf.gathered or (leaf.gathered_in_layers and one_micro_batch):
+            return x if exact else x.astype(dtype)
         x = _gather(leaf, x.astype(dtype))
-        return x.astype(accumulation_dtype(dtype)) if leaf.exact else x
+        return x.astype(accumulation_dtype(dtype)) if exact else x
 
     return {name: copy(name, x) for name, x in params.items()}
 
@@ -215,19 +207,19 @@ def frozen_copy(frozen: Arrays, leaves: Leaves) -> Arrays:
     return {name: _gather(leaves[name], x) for name, x in frozen.items()}
 
 
-def scatter_in_layers(compute: Arrays, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh, sharded: bool) -> Parts:
-    """Make the layers' matrices in a compute copy `Scattered`, with the gradients of earlier micro-batches, if any.
-
-    `sharded` tells whether experts in `compute` are still sharded.
-    """
+def scatter_in_layers(
+    compute: Arrays, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh, one_micro_batch: bool = False
+) -> Parts:
+    """Make the layers' matrices in a `compute_copy` `Scattered`, with the sums of earlier gradients, if any."""
 
     def scattered(name: str, x: jax.Array) -> jax.Array | Scattered:
         leaf = leaves[name]
-        if not (leaf.in_layer and leaf.gathers):
+        if not leaf.reduced_in_layers:
             return x
         ((axis, over),) = leaf.gathers
         shape = list(x.shape)
-        shape[axis] //= 1 if sharded and leaf.gathered_in_layers else math.prod(mesh.shape[name] for name in over)
+        if not (one_micro_batch and leaf.gathered_in_layers):  # which are sharded already
+            shape[axis] //= math.prod(mesh.shape[name] for name in over)
         total = None if totals is None else totals[name]
         return Scattered(x, total, jnp.zeros(shape, accumulation_dtype(x.dtype)))
 
@@ -242,13 +234,13 @@ def differentiated(parts: Parts) -> Arrays:
 def reduce_rest(grads: Arrays, parts: Parts, totals: Arrays | None, leaves: Leaves, mesh: AnyMesh) -> Arrays:
     """Reduce the gradients that the layers have not reduced, after adding those of earlier micro-batches."""
 
-    def reduced(name: str, g: jax.Array) -> jax.Array:
+    def reduce_leaf(name: str, g: jax.Array) -> jax.Array:
         if isinstance(parts[name], Scattered):
             return _replicas(g, leaves[name], mesh)
         g = g.astype(accumulation_dtype(g.dtype))
         return _to_stored(g if totals is None else totals[name] + g, leaves[name], mesh)
 
-    return {name: reduced(name, g) for name, g in grads.items()}
+    return {name: reduce_leaf(name, g) for name, g in grads.items()}
 
 
 def _added(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -272,16 +264,16 @@ def _ordered_after(sums: Sums, batch: Any) -> Any:
 
 
 def _gather(leaf: LeafPlacement, x: jax.Array) -> jax.Array:
-    def whole(x: jax.Array) -> jax.Array:
+    def gather(x: jax.Array) -> jax.Array:
         for axis, over in leaf.gathers:
             x = jax.lax.all_gather(x, over, axis=x.ndim + axis, tiled=True)
         return x
 
     if not leaf.gathered_in_layers:
-        return whole(x)
+        return gather(x)
     # Of all layers at once, experts would be gathered in the order of the devices, and then transposed: both in memory.
     # On CPUs, devices would run the collectives of loops in different orders, and wait for each other forever.
-    return jax.lax.platform_dependent(x, cpu=whole, default=functools.partial(jax.lax.map, whole))
+    return jax.lax.platform_dependent(x, cpu=gather, default=functools.partial(jax.lax.map, gather))
 
 
 def _to_stored(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:
@@ -292,5 +284,5 @@ def _to_stored(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:
 
 def _replicas(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:
     """Add up the gradients of what is replicated."""
-    others = reduction(leaf, mesh).sum
+    others = replicated_over(leaf, mesh)
     return jax.lax.psum(g, others) if others else g

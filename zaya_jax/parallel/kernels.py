@@ -7,9 +7,8 @@ from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import all_gather, broadcast, is_primary
 from zaya_jax.ops.kernel_table import KernelTable, find_table, parse_table
-from zaya_jax.ops.registry import TUNE, KernelSelection, reject, rejections, validate_kernels
+from zaya_jax.ops.registry import TUNE, KernelSelection, reject, rejections, select_kernels, validate_kernels
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
-from zaya_jax.parallel.placement import device_kernels
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.files import read_object, write_atomically
 
@@ -26,16 +25,15 @@ def validated_kernels(
     describes the selection, on platforms that have kernels. With `training`, gradients and the optimizer's operations
     are checked, too. `say` is called with each line for the user.
 
-    Raises:
-      InputError: an implementation of `config.ops` does not exist, or cannot be used.
-      TimeoutError: another process did not answer.
+    `InputError` if an implementation of `config.ops` does not exist or cannot be used; `TimeoutError` if another
+    process does not answer.
     """
-    dtype, found = config.train.compute_dtype, _read_table(folder, say) if is_primary() else None
-    texts = broadcast([found.text, found.source] if found else [])
+    dtype, own = config.train.compute_dtype, _read_table(folder, say) if is_primary() else None
+    texts = broadcast([own.text, own.source] if own else [])
     table = KernelTable(*texts) if texts else None
     while True:
-        selection, problem = device_kernels(config.model, dtype, table, config.ops), None
-        target = selection.target
+        target, problem = current_target(), None
+        selection = select_kernels(target, config.model, dtype, table, config.ops)
         try:
             selection = validate_kernels(selection, config.model, dtype, training=training)
         except InputError as error:  # of a pinned kernel: once the others know that it is wrong, they raise it, too
@@ -66,7 +64,7 @@ def _read_table(folder: Path | None, say: Callable[[str], object]) -> KernelTabl
     table = None if began else find_table(target, say)
     if table is None and target.platform in GPU_PLATFORMS:
         advice = f"No kernels were measured on {target.device_kind}: the default ones run. To measure: {TUNE} CONFIG"
-        say("This run began without measured kernels, and goes on with the default ones." if began else advice)
+        say("This run began without measured kernels, and continues with the default ones." if began else advice)
     return table
 
 

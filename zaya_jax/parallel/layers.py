@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zaya_jax.model.lora import Adapted, adapter_names, merge
-from zaya_jax.model.tree import map_variables, name_in_layer
+from zaya_jax.model.tree import is_stacked, map_variables, name_in_layer
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.rules import LeafPlacement
@@ -30,9 +30,9 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
     gradient of a gathered matrix is reduce-scattered in the dtype of the shard, since the compute dtype would lose
     bits. Parameters may be `Scattered`. Placements are the same at every position of the layer pattern.
     """
-    places = {name_in_layer(name): (place, dtypes[name]) for name, place in leaves.items() if place.in_layer}
+    places = {name_in_layer(name): (leaf, dtypes[name]) for name, leaf in leaves.items() if is_stacked(name)}
 
-    def whole(name: str, x: Any) -> jax.Array:
+    def gather_array(name: str, x: Any) -> jax.Array:
         if name not in places:
             return x
         place, dtype = places[name]
@@ -43,9 +43,9 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
 
     def gather(name: str, x: jax.Array | Scattered | Adapted) -> jax.Array:
         if not isinstance(x, Adapted):
-            return whole(name, x)
+            return gather_array(name, x)
         a, b = adapter_names(name)
-        return merge(Adapted(whole(name, x.base), whole(a, x.a), whole(b, x.b), x.scale))
+        return merge(Adapted(gather_array(name, x.base), gather_array(a, x.a), gather_array(b, x.b), x.scale))
 
     return lambda block: map_variables(block, gather)
 
@@ -62,9 +62,7 @@ def _scattered_forward(axis: int, over: tuple[str, ...], dtype: Any, x: Scattere
     return _scattered(axis, over, dtype, x), x.total
 
 
-def _scattered_backward(
-    axis: int, over: tuple[str, ...], _dtype: Any, total: jax.Array | None, g: jax.Array
-) -> tuple[Any]:
+def _scattered_backward(axis: int, over: tuple[str, ...], _dtype: Any, total: Any, g: jax.Array) -> tuple[Any]:
     g = g.astype(accumulation_dtype(g.dtype))
     g = sum_scatter(g if total is None else total + g, over, g.ndim + axis)
     return (Scattered(None, None, g),)  # pyright: ignore[reportArgumentType]

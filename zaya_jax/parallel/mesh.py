@@ -19,18 +19,15 @@ AnyMesh = Mesh | AbstractMesh  # an abstract mesh has no devices, which is enoug
 
 
 def make_mesh(
-    config: ParallelConfig | None = None, devices: Sequence[Any] | int | None = None, where: str = "parallel"
+    config: ParallelConfig | None = None, devices: Sequence[Any] | int | None = None, key: str = "parallel"
 ) -> Any:
     """Make the mesh of a layout, or without one that of data parallelism only.
 
     With a number of devices it is an `AbstractMesh`, with which programs can be traced but not compiled; None stands
-    for all of this job. `where` is the key of the layout, for messages.
-
-    Raises:
-      InputError: the product of the axes is not the number of devices.
+    for all of this job. `InputError`, with the `key` of the layout, if the product of the axes is not their number.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = axis_sizes(config or ParallelConfig(), devices if isinstance(devices, int) else len(devices), where)
+    sizes = axis_sizes(config or ParallelConfig(), devices if isinstance(devices, int) else len(devices), key)
     types, shape = (AxisType.Auto,) * len(AXES), tuple(sizes.values())
     if isinstance(devices, int):
         return AbstractMesh(shape, AXES, axis_types=types)

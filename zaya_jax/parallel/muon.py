@@ -22,7 +22,7 @@ def on_whole_matrices(leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> OnM
     inside a `shard_map`, so that kernels always see local shapes.
     """
 
-    def whole(name: str, arrays: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:
+    def apply(name: str, arrays: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:
         placement = leaves[name]
         devices = math.prod(mesh.shape[axis] for axis in placement.over)
 
@@ -42,12 +42,12 @@ def on_whole_matrices(leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> OnM
         mapped = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         return mapped(numbers, *arrays)
 
-    return whole
+    return apply
 
 
 def _exchanged(function: OfMatrices, stack: jax.Array, axis: int, over: tuple[str, ...], devices: int) -> jax.Array:
     count = stack.shape[0]
     padded = jnp.pad(stack, ((0, -count % devices), (0, 0), (0, 0)))
-    whole = jax.lax.all_to_all(padded, over, split_axis=0, concat_axis=axis, tiled=True)
-    parts = jax.lax.all_to_all(function(whole), over, split_axis=axis, concat_axis=0, tiled=True)
+    matrices = jax.lax.all_to_all(padded, over, split_axis=0, concat_axis=axis, tiled=True)
+    parts = jax.lax.all_to_all(function(matrices), over, split_axis=axis, concat_axis=0, tiled=True)
     return parts[:count]

@@ -1,4 +1,4 @@
-"""What a layout of devices applies to the model, and in which order.
+"""A layout of devices, applied to the model in this order.
 
 1. Master weights and optimizer state are sharded (`rules.place_leaves`, `Placement.shardings`).
 2. A batch is split by sequences over the batch axes, and by tokens over `context` (`Placement.place`).
@@ -21,21 +21,17 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh
 
-from zaya_jax.config import ModelConfig, ParallelConfig
-from zaya_jax.config.parallel import ExpertExchange
-from zaya_jax.model.layers import Role
-from zaya_jax.model.tree import compute_dtypes
+from zaya_jax.config import ParallelConfig
+from zaya_jax.model.layers import Roles, Shapes
+from zaya_jax.model.tree import Arrays, compute_dtypes
 from zaya_jax.ops import Ops
-from zaya_jax.ops.kernel_table import KernelTable
 from zaya_jax.ops.momentum import OnMatrices
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.registry import KernelSelection, select_kernels
-from zaya_jax.ops.target import current_target
+from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.parallel.accumulation import scan_layers
-from zaya_jax.parallel.batch import WHOLE, ProcessShare, place_batch, process_share
+from zaya_jax.parallel.batch import WHOLE, Batch, ProcessShare, place_batch, process_share
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
 from zaya_jax.parallel.decode import tree_cached_attention
 from zaya_jax.parallel.experts import gathered_experts, ragged_experts
@@ -68,10 +64,18 @@ class Placement:
         gather = gather_layer(self.leaves, self.dtypes)
         ops = dataclasses.replace(self.kernels.ops, gather_layer=gather, scan_layers=scan_layers)
         if self.mesh.shape["expert"] > 1:
-            ops = expert_parallel(ops, self.config.expert_exchange, self.mesh.shape["expert"])
-        if self.mesh.shape["context"] > 1:
-            ops = context_parallel(ops, self.config)
-        return ops
+            experts = gathered_experts(ops.experts)
+            if self.config.expert_exchange == "ragged":
+                experts = ragged_experts(ops.experts, jax.lax.ragged_all_to_all, self.mesh.shape["expert"])
+            ops = dataclasses.replace(ops, experts=experts)
+        if self.mesh.shape["context"] == 1:
+            return ops
+        ops = dataclasses.replace(ops, halo=make_halo(self.config), cca_mix=make_mix(self.config, ops.cca_mix))
+        if self.config.context_attention == "ring":
+            ring = Ring(self.config, ops.partial_attention, ops.partial_attention_gradient)
+            return dataclasses.replace(ops, attention=ring_attention(ring))
+        segments = functools.partial(gather_sequence, self.config)
+        return dataclasses.replace(ops, attention=gathered_attention(self.config, ops.attention), key_segments=segments)
 
     @functools.cached_property
     def decode_ops(self) -> Ops:
@@ -82,10 +86,10 @@ class Placement:
         cached = tree_cached_attention(ops.partial_attention, ops.cached_attention)
         return dataclasses.replace(ops, cached_attention=cached)
 
-    def gradient(self, local_loss: LocalLoss) -> Callable[..., tuple[Sums, Any]]:
+    def gradient(self, local_loss: LocalLoss, keep_rows: bool = False) -> Callable[..., tuple[Sums, Any]]:
         """`gradient.summed_gradient` on this placement."""
         reduce = self.config.gradient_reduction
-        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, reduce, self.in_place)
+        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, reduce, self.in_place, keep_rows)
 
     def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[..., Sums]:
         """`gradient.summed` on this placement."""
@@ -96,9 +100,7 @@ class Placement:
         """`muon.on_whole_matrices` on this placement."""
         return on_whole_matrices(self.leaves, self.mesh)
 
-    def place(
-        self, batch: Mapping[str, np.ndarray], micro_batches: int | None = None, share: ProcessShare = WHOLE
-    ) -> dict[str, jax.Array]:
+    def place(self, batch: Batch, micro_batches: int | None = None, share: ProcessShare = WHOLE) -> Arrays:
         """`batch.place_batch` on this placement."""
         return place_batch(batch, self.mesh, self.config, micro_batches, share)
 
@@ -124,39 +126,20 @@ class Placement:
         return jax.tree.map(lambda x, on: struct(x.shape, x.dtype, sharding=on), tree, self.shardings(tree))
 
 
-def expert_parallel(ops: Ops, exchange: ExpertExchange, devices: int) -> Ops:
-    """Return the operations for experts that are split over the `devices` of the expert axis."""
-    if exchange == "ragged":
-        return dataclasses.replace(ops, experts=ragged_experts(ops.experts, jax.lax.ragged_all_to_all, devices))
-    return dataclasses.replace(ops, experts=gathered_experts(ops.experts))
-
-
-def context_parallel(ops: Ops, config: ParallelConfig) -> Ops:
-    """Return the operations for a sequence that is split over the devices of the context axis."""
-    ops = dataclasses.replace(ops, halo=make_halo(config), cca_mix=make_mix(config, ops.cca_mix))
-    if config.context_attention == "ring":
-        ring = Ring(config, ops.partial_attention, ops.partial_attention_gradient)
-        return dataclasses.replace(ops, attention=ring_attention(ring))
-    attention, segments = gathered_attention(config, ops.attention), functools.partial(gather_sequence, config)
-    return dataclasses.replace(ops, attention=attention, key_segments=segments)
-
-
 def device_bytes(tree: Any) -> int:
     """Return the bytes of one device's shards of abstract arrays."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def device_kernels(
-    model: ModelConfig, dtype: str, table: KernelTable | None = None, pinned: Mapping[str, str] | None = None
-) -> KernelSelection:
-    """Select kernels for the devices of this process, see `registry.select_kernels`."""
-    return select_kernels(current_target(), model, dtype, table, pinned)
-
-
 def make_placement(
-    parallel: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
-    dtype: str, kernels: KernelSelection, exact: Collection[str] = (),
-) -> Placement:  # fmt: skip
+    parallel: ParallelConfig,
+    mesh: AnyMesh,
+    shapes: Shapes,
+    roles: Roles,
+    dtype: str,
+    kernels: KernelSelection,
+    exact: Collection[str] = (),
+) -> Placement:
     """Make the placement of parameters, by name, on a mesh with the axis sizes of the layout.
 
     `dtype` is the compute dtype; the parameters named in `exact` compute in fp32 (fp64 if `dtype` is).

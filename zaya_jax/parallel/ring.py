@@ -27,11 +27,6 @@ class Ring(NamedTuple):
     partial: Callable[..., PartialAttention]  # `ops.attention.partial_attention`
     gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]  # `ops.attention.partial_attention_gradient`
 
-    @property
-    def pieces(self) -> int:
-        """Number of pieces of a sequence that a device holds."""
-        return self.config.chunks // self.config.context
-
     def next(self, x: Any) -> Any:
         """Send arrays to the next device of the ring."""
         devices = self.config.context
@@ -63,19 +58,18 @@ def _pairs(
 ) -> list[tuple[tuple[jax.Array, ...], list[AttentionInputs]]]:
     """Pair each query piece with each key piece, for keys that travelled `hop` devices.
 
-    Returns:
-      For each query piece, its part of `of_queries`, and the inputs of attention to each key piece.
+    Returns for each query piece its part of `of_queries`, and the inputs of attention to each key piece.
     """
-    rank, length = jax.lax.axis_index(SEQUENCE_AXIS), x.q_bshc.shape[1] // ring.pieces
+    rank, length = jax.lax.axis_index(SEQUENCE_AXIS), x.q_bshc.shape[1] // ring.config.pieces
     query_pieces = device_pieces(ring.config, rank)
     key_pieces = device_pieces(ring.config, (rank - hop) % ring.config.context)
     offsets = [[(query - key) * length for key in key_pieces] for query in query_pieces]
-    parts, rows = _split(keys, ring.pieces), []
+    parts, rows = _split(keys, ring.config.pieces), []
     for row, (q, segments, *others) in zip(
-        offsets, _split((x.q_bshc, x.query_segments_bs, *of_queries), ring.pieces), strict=True
+        offsets, _split((x.q_bshc, x.query_segments_bs, *of_queries), ring.config.pieces), strict=True
     ):
-        inputs = [AttentionInputs(q, k, v, segments, key_segments, offset, x.window)
-                  for offset, (k, v, key_segments) in zip(row, parts, strict=True)]  # fmt: skip
+        pairs = zip(row, parts, strict=True)
+        inputs = [AttentionInputs(q, k, v, segments, theirs, offset, x.window) for offset, (k, v, theirs) in pairs]
         rows.append((tuple(others), inputs))
     return rows
 
@@ -112,8 +106,8 @@ def _gradients(
     ring: Ring, hop: jax.Array | int, x: AttentionInputs, keys: Sequence[Any], attended: PartialAttention, do: jax.Array
 ) -> tuple[jax.Array, ...]:
     dq: list[Any] = []
-    dk: list[Any] = [0.0] * ring.pieces
-    dv: list[Any] = [0.0] * ring.pieces
+    dk: list[Any] = [0.0] * ring.config.pieces
+    dv: list[Any] = [0.0] * ring.config.pieces
     for (o, lse, d_out), inputs in _pairs(ring, hop, x, keys, *attended, do):
         total: Any = 0.0
         for index, pair in enumerate(inputs):

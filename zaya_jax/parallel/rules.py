@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.model.layers import MATRIX_ROLES, Role
+from zaya_jax.model.layers import MATRIX_ROLES, Role, Roles, Shapes
 from zaya_jax.model.tree import is_stacked
 from zaya_jax.parallel.mesh import STORED_OVER, AnyMesh, nontrivial_axes
 
@@ -29,14 +29,9 @@ class LeafPlacement(NamedTuple):
     over: tuple[str, ...]  # mesh axes that `axis` is sharded over
     own: tuple[str, ...]  # mesh axes along which the compute copy stays sharded: `expert` for experts
     experts_over: tuple[str, ...]  # mesh axes that the axis of experts is sharded over, inside `own`
-    # Whether the loop over layers hides its collectives: a sharded stack of the layers' matrices. Vectors are not,
-    # since those of all layers take a few MB.
-    in_layer: bool
-    by_layer: bool  # whether it is gathered over fsdp one layer at a time, in that loop
-    expert: bool  # whether it holds experts, which are nearly all of a layer's bytes
-    # Whether the compute copy stays in the master weights' dtype, because its gradient is a sum over devices or
-    # tokens that the compute dtype would round.
-    exact: bool
+    # The loop over layers hides the collectives of `MATRIX_ROLES`, whose parameters are stacks of the layers' matrices.
+    # Experts are nearly all of a layer's bytes. Vectors are not worth it, since those of all layers take a few MB.
+    role: Role
 
     @property
     def gathers(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -51,9 +46,19 @@ class LeafPlacement(NamedTuple):
         return tuple(axis for _, over in self.gathers for axis in over)
 
     @property
+    def by_layer(self) -> bool:
+        """True if it is gathered over fsdp one layer at a time, in the loop over layers."""
+        return self.role in MATRIX_ROLES and "fsdp" in self.split
+
+    @property
+    def reduced_in_layers(self) -> bool:
+        """True if the layers reduce the gradient of what is gathered once a step."""
+        return self.role in MATRIX_ROLES and bool(self.gathers)
+
+    @property
     def gathered_in_layers(self) -> bool:
         """True if the layers gather it, instead of the step, if there is a single micro-batch."""
-        return self.expert and self.in_layer and bool(self.gathers)
+        return self.role == "expert" and bool(self.gathers)
 
     @property
     def layer_axis(self) -> int | None:
@@ -69,9 +74,7 @@ class LeafPlacement(NamedTuple):
 EXPERTS_AXIS = -3  # of a stack of matrices
 
 
-def place_leaves(
-    shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], mesh: AnyMesh
-) -> dict[str, LeafPlacement]:
+def place_leaves(shapes: Shapes, roles: Roles, mesh: AnyMesh) -> dict[str, LeafPlacement]:
     """Return the placement of every parameter, from shapes and roles by name; axes of size 1 are ignored."""
     return {name: _place(name, shape, roles[name], mesh) for name, shape in shapes.items()}
 
@@ -94,11 +97,7 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
         spec[axis] = over
     if own or experts_over:
         spec[EXPERTS_AXIS] = (*own, *experts_over)
-    split = {*own, *experts_over, *over}
-    in_layer = layered and role in MATRIX_ROLES and bool(split)
-    by_layer = in_layer and "fsdp" in split
-    kinds = in_layer, by_layer, role == "expert", by_layer or role == "embedding"
-    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, *kinds)
+    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, role)
 
 
 def _subsets(mesh: AnyMesh, axes: tuple[str, ...]) -> list[tuple[str, ...]]:

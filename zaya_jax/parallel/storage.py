@@ -1,4 +1,4 @@
-"""Where a layout stores each parameter, and when its devices gather it, as a table for people."""
+"""A table for people: the storage of each parameter in a layout, and when its devices gather it."""
 
 import math
 import textwrap
@@ -11,7 +11,6 @@ import jax
 from zaya_jax.model.tree import is_stacked, name_in_layer
 from zaya_jax.parallel.mesh import AXES, nontrivial_axes
 from zaya_jax.parallel.placement import Placement
-from zaya_jax.parallel.rules import LeafPlacement
 from zaya_jax.run.table import format_table, size_text
 
 
@@ -35,7 +34,9 @@ def storage_rows(placement: Placement, state: Any) -> list[StoredRow]:
         names = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         if name := next((name for name in names if name in placement.leaves), None):
             leaf, short = placement.leaves[name], name_in_layer(name) if is_stacked(name) else name
-            sizes = alike[tuple(axis for axis in axes if axis in leaf.split), _gathered(leaf)]
+            layer, once = ["fsdp each layer"] if leaf.by_layer else [], leaf.gathered
+            gathered = "; ".join([*layer, *([f"{', '.join(once)} each step"] if once else [])]) or "never"
+            sizes = alike[tuple(axis for axis in axes if axis in leaf.split), gathered]
             sizes[short] = sizes.get(short, 0) + math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     rows = []
     for (split, gathered), sizes in alike.items():
@@ -58,8 +59,3 @@ def storage_table(rows: Sequence[StoredRow], sizes: Mapping[str, int]) -> list[s
         cells.append((named(split, others), named(others, split), size_text(size), gathered))
     names = [textwrap.indent(textwrap.fill(", ".join(row.parameters), 100), "    ").splitlines() for row in rows]
     return [line for head, rest in zip(format_table(cells), [[], *names], strict=True) for line in (head, *rest)]
-
-
-def _gathered(leaf: LeafPlacement) -> str:
-    layer, once = ["fsdp each layer"] if leaf.by_layer else [], leaf.gathered
-    return "; ".join([*layer, *([f"{', '.join(once)} each step"] if once else [])]) or "never"

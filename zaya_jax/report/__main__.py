@@ -1,6 +1,5 @@
 """`python -m zaya_jax.report`: write a page that shows how runs went."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     text = "Write one HTML page about one or several runs: losses, speed, routing, faults, settings."
-    style = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="python -m zaya_jax.report", description=text, epilog=_EXAMPLES, formatter_class=style)
+    parser = Parser(prog="python -m zaya_jax.report", description=text, epilog=_EXAMPLES)
     parser.add_argument("runs", nargs="+", metavar="RUN", help=f"run folders to show, at most {_MOST}")
     parser.add_argument("--output", metavar="FILE", help=f"HTML file (default: RUN/{NAME}; required with several runs)")
     parser.add_argument("--config", metavar="FILE", help="also list the settings that differ from this configuration")

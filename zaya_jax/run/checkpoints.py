@@ -110,9 +110,9 @@ def remove(folder: Path, step: int) -> None:
     writing.remove(gone, ignore_errors=True)
 
 
-def quarantine(folder: Path, step: int, why: str) -> Path:
-    """Rename a checkpoint that must not be restored, and return its new path; `why` is 'corrupt' or 'stale'."""
-    base = f"{step}.{why}-{time.strftime('%Y%m%dT%H%M%S')}"
+def quarantine(folder: Path, step: int, reason: str) -> Path:
+    """Rename a checkpoint that must not be restored, and return its new path; `reason` is 'corrupt' or 'stale'."""
+    base = f"{step}.{reason}-{time.strftime('%Y%m%dT%H%M%S')}"
     paths = (folder / f"{base}{'' if n == 0 else f'-{n}'}" for n in range(1000))
     target = next(path for path in paths if not path.exists())
     writing.rename(folder / str(step), target)
@@ -156,21 +156,21 @@ def phase_ends(run: Path) -> dict[str, int]:
     return ends
 
 
-def checkpoint_folder(path: str, what: str = "init_from") -> Path:
-    """Resolve a path to the folder of one checkpoint; `InputError` about the key or argument `what` if there is none.
+def checkpoint_folder(path: str, key: str = "init_from") -> Path:
+    """Resolve a path to the folder of one checkpoint; `InputError` about the key or argument `key` if there is none.
 
     The path is RUN_DIR for the newest checkpoint of a run, RUN_DIR@PHASE for the last one of a phase, or the checkpoint
     itself, RUN_DIR/checkpoints/STEP.
     """
     run, at, phase = path.rpartition("@") if not os.path.exists(expanded(path)) else (path, "", "")
     named = expanded(run if at else path)
-    require_existing(named, f"{what} is {path!r}, but {named}" if at else f"{what} is {path!r}, which")
+    require_existing(named, f"{key} is {path!r}, but {named}" if at else f"{key} is {path!r}, which")
     folder = named.resolve()
     if at:
         ends = phase_ends(folder)
         if phase not in ends:
             finished = f"{', '.join(ends) or 'none'}.{did_you_mean(phase, ends, f'{run}@')}"
-            raise InputError(f"{what} is {path!r}, but the finished phases of {folder} are: {finished}")
+            raise InputError(f"{key} is {path!r}, but the finished phases of {folder} are: {finished}")
         folder = folder / CHECKPOINTS / str(ends[phase])
     elif listed := list_checkpoints(folder / CHECKPOINTS, check_files=False):
         usable = next((each.step for each in reversed(listed) if each.is_usable), None)
@@ -181,7 +181,7 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
     if folder.parent.name == CHECKPOINTS and folder.name.isdecimal() and has_manifest(folder):
         return folder
     allowed = f"one checkpoint (RUN_DIR/{CHECKPOINTS}/100) or the last one of a phase (RUN_DIR@PHASE)"
-    raise InputError(f"{what} is {path!r}, but must be a run folder with a checkpoint (RUN_DIR), {allowed}.")
+    raise InputError(f"{key} is {path!r}, but must be a run folder with a checkpoint (RUN_DIR), {allowed}.")
 
 
 def steps_to_keep(

@@ -65,7 +65,6 @@ class Unescaped:
     """A standard stream for those who write colours, or text that must stay as it is."""
 
     def __init__(self, stream: Any) -> None:
-        """Wrap a stream, of `prepare_streams` or another."""
         self._stream, self.write = stream, getattr(stream, "write_exactly", stream.write)
 
     def __getattr__(self, name: str) -> Any:
@@ -127,7 +126,7 @@ def is_output_read() -> bool:
     return 1 not in _outputs or not _outputs[1].gone
 
 
-def status_of_output() -> ExitCode:
+def output_status() -> ExitCode:
     """Return the status of a command whose result is what it prints: `STOPPED` if some of it is lost."""
     flush_output()
     return ExitCode.STOPPED if 1 in _outputs and _outputs[1].lost else ExitCode.OK
@@ -136,7 +135,7 @@ def status_of_output() -> ExitCode:
 def run_command(run: Callable[[], int | None]) -> int:
     """Call `run`, print what ends it in one sentence, and return its exit status, or `STOPPED` if output is lost."""
     try:
-        return run() or status_of_output()
+        return run() or output_status()
     except BaseException as error:
         if not is_expected(error):
             raise

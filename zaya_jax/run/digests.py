@@ -40,12 +40,12 @@ def joined(processes: Iterable[Digests]) -> Digests:
 def uncovered(digests: Digests, shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """List the arrays of `shapes` that digests do not cover completely."""
 
-    def elements(where: str) -> int:
-        return math.prod(axis.stop - axis.start for axis in read_slice(where))
+    def elements(span: str) -> int:
+        return math.prod(axis.stop - axis.start for axis in read_slice(span))
 
     return [name for name, shape in shapes.items() if sum(map(elements, digests.get(name, ()))) != math.prod(shape)]
 
 
 def leaf_digest(parts: Mapping[str, str]) -> str:
     """Combine the digests of an array's parts into one, which also depends on how the array is cut."""
-    return digest("\n".join(f"{where} {parts[where]}" for where in sorted(parts)).encode())
+    return digest("\n".join(f"{span} {parts[span]}" for span in sorted(parts)).encode())

@@ -52,9 +52,7 @@ class Fence:
     def take(self, checkpoints: Mapping[int, int]) -> FencingToken:
         """Take the next token, which accepts `checkpoints` (step → token) and supersedes other processes of this run.
 
-        Raises:
-          Superseded: another process has superseded this one.
-          OSError: the token cannot be written.
+        `Superseded` if another process has superseded this one, `OSError` if the token cannot be written.
         """
         self.check()
         previous, newest = read_token(self._folder), max(checkpoints.values(), default=0)

@@ -140,11 +140,9 @@ class Unlockable(InputError):
 def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterator[None]:
     """Hold a file lock, which the operating system releases when the process ends, even after a kill.
 
-    The lock file at `path` and its folder are created if missing. Messages begin with `what`.
-
-    Raises:
-      InputError: the folder cannot be written, or another process holds the lock and this one does not `wait`.
-      Unlockable: the file system has no locks.
+    The lock file at `path` and its folder are created if missing. Messages begin with `what`. `InputError` if the
+    folder cannot be written, or another process holds the lock and this one does not `wait`; `Unlockable` if the file
+    system has no locks.
     """
     subject = f"{what} ({path.parent})"
     if os.path.lexists(path.parent) and not path.parent.is_dir():

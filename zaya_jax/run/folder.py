@@ -51,9 +51,9 @@ def run_folder(config: Config) -> Path:
     return expanded(config.run_dir)
 
 
-def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[None]:
+def lock_folder(folder: Path, name: str = "The run") -> AbstractContextManager[None]:
     """Hold the lock of a run, so that only one process at a time trains it or removes checkpoints; see `locked`."""
-    return locked(folder / _LOCK, what, wait=False)
+    return locked(folder / _LOCK, name, wait=False)
 
 
 def is_locked(folder: Path) -> bool | None:
@@ -93,8 +93,8 @@ def lock_run(config: Config) -> Iterator[Path]:
     with ExitStack() as stack:
         with suppress(Unlockable):
             stack.enter_context(lock_folder(folder, "run_dir"))
-        if why := why_unlocked(folder):
-            problem = f"{why} in run_dir ({folder}), so nothing refuses a second training of this run"
+        if reason := why_unlocked(folder):
+            problem = f"{reason} in run_dir ({folder}), so nothing refuses a second training of this run"
             instead = "the first one stops when the second one takes the next fencing token"
             warn(f"Warning: {problem}; instead, {instead}.")
         _compare(folder, config)
@@ -195,14 +195,14 @@ def _compare(folder: Path, config: Config) -> None:
     raise InputError(f"{problem} {restore}, or choose another run_dir{weights}.")
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> Iterator[tuple[str, str, str]]:
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield key, old and new value for a message; what only one configuration has is one difference."""
     for key in {**new, **old}:
         was, becomes = (_ABSENT if tree.get(key, {}) == {} else tree[key] for tree in (old, new))
         if isinstance(was, dict) and isinstance(becomes, dict):
-            yield from _differences(was, becomes, f"{where}{key}.")
+            yield from _differences(was, becomes, f"{prefix}{key}.")
         elif was != becomes:
-            yield f"{where}{key}", _describe(was), _describe(becomes)
+            yield f"{prefix}{key}", _describe(was), _describe(becomes)
 
 
 def _describe(value: Any) -> str:
@@ -219,9 +219,9 @@ def _require_checkpoints(folder: Path) -> None:
     ends, rows = phase_ends(folder), read_rows(folder / METRICS)
     if ends or (rows and not (checkpoints / FENCE).exists()):  # which is written before the first row
         without = f"{METRICS} has {counted(len(rows), 'step')}, and the run's {FENCE} is missing there, too"
-        why = f"{PHASES} names that of step {max(ends.values())}" if ends else without
+        reason = f"{PHASES} names that of step {max(ends.values())}" if ends else without
         remedy = "Mount its file system or restore its content, then rerun; to start over, choose another run_dir."
-        raise Unreadable(f"{checkpoints} has no checkpoint, but {why}. {remedy}")
+        raise Unreadable(f"{checkpoints} has no checkpoint, but {reason}. {remedy}")
 
 
 def _is_free(key: str, config: Config) -> bool:

@@ -34,11 +34,11 @@ def memory_groups(root: Path = ROOT, own: Path = OWN) -> list[tuple[Path, int]]:
     groups = []
     for line in sorted(read_group(own).splitlines()):  # `0::/group`, or `4:memory:/group`
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
-        inside = Path(name.lstrip("/"))
+        relative = Path(name.lstrip("/"))
         # With `..`, the group is outside of this container.
-        if ".." not in inside.parts and (not controllers or "memory" in controllers.split(",")):
+        if ".." not in relative.parts and (not controllers or "memory" in controllers.split(",")):
             mount, version = (root / "memory", 1) if controllers else (root, 2)
-            groups += [(mount / each, version) for each in (inside, *inside.parents)]
+            groups += [(mount / each, version) for each in (relative, *relative.parents)]
     return groups
 
 

@@ -5,10 +5,7 @@ from collections.abc import Mapping
 from zaya_jax.errors import InputError
 
 # A variable that only launched tasks have, and the number of tasks: a job of one task needs no coordinator.
-_TASKS = {
-    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-}
+_TASKS = {"Slurm": ("SLURM_PROCID", "SLURM_NTASKS"), "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
 
 
 def detect_launcher(environment: Mapping[str, str]) -> str | None:

@@ -89,9 +89,8 @@ def try_read(folder: Path) -> Manifest | None:
 def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
     """Read the manifest of the checkpoint in `folder`; check the sizes of its files and the content of its digests.
 
-    Raises:
-      Damaged: the manifest is missing or altered, or a file is missing, altered or of another size.
-      InputError: the format is newer, or a file cannot be read.
+    `Damaged` if the manifest is missing or altered, or a file is missing, altered or of another size; `InputError` if
+    the format is newer, or a file cannot be read.
     """
     manifest = _read(folder)
     for name, size in manifest.files.items() if check_files else ():
@@ -155,8 +154,8 @@ def read_digests(folder: Path, manifest: Manifest, reader: int = 0, readers: int
     try:
         files = sorted((name for name in manifest.digests if name.startswith(f"{DIGESTS}/")), key=_process)
         digests = joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
-        for where in (where for parts in digests.values() for where in parts):
-            read_slice(where)
+        for span in (span for parts in digests.values() for span in parts):
+            read_slice(span)
     except InputError:
         raise
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

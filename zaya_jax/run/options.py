@@ -16,6 +16,11 @@ _EXAMPLES = """examples:
 
 Rerunning a command resumes from the newest checkpoint in run_dir."""
 
+MODEL_PATH = (  # help of commands that read a model
+    "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), RUN_DIR/checkpoints/STEP, or a "
+    "transformers folder; adapters are merged into their base"
+)
+
 
 def parse_training(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a training command, whose overrides may stand anywhere; exits with status 2 if it is invalid."""
@@ -39,9 +44,8 @@ def _is_file(text: str, is_named: bool) -> bool:
 
 def training_parser() -> Parser:
     """Return the parser of the training command."""
-    kind = argparse.RawDescriptionHelpFormatter
     description = "Train a ZAYA1 model, or resume its training."
-    parser = Parser(prog="python -m zaya_jax.main", description=description, epilog=_EXAMPLES, formatter_class=kind)
+    parser = Parser(prog="python -m zaya_jax.main", description=description, epilog=_EXAMPLES)
     add = parser.add_argument
     text = "configuration file, such as configs/tiny.yaml (required; --config may be left out)"
     add("--config", action="append", default=[], metavar="FILE", help=text)
@@ -50,7 +54,7 @@ def training_parser() -> Parser:
     add("--comments", action="store_true", help=text)
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
-    names, results = ", ".join(HARDWARE), "or a folder with results of zaya machine gemm, memory and collectives"
+    names, results = ", ".join(HARDWARE), "calibration.json of make gpu-report, or a folder of machine's results"
     add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {names}, {results}")
     text = "compile with XLA's compiler for this GPU, without having one (dry run only)"
     add("--compile-for", metavar="GPU", help=f"{text}: {names}")

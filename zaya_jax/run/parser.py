@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from zaya_jax.config.schema import Config
 from zaya_jax.errors import did_you_mean, printable
-from zaya_jax.run.command_output import status_of_output
+from zaya_jax.run.command_output import output_status
 from zaya_jax.run.typed_name import typed_name
 
 _KEYS = {field.name for field in dataclasses.fields(Config)}  # with which overrides begin
@@ -24,9 +24,9 @@ class Parser(argparse.ArgumentParser):
     _typed: Sequence[str] = ()
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See `argparse.ArgumentParser`; commands in texts have the name that was typed."""
+        """See `argparse.ArgumentParser`; texts keep their lines, and name commands as they were typed."""
         texts = {key: typed_name(value) for key, value in options.items() if isinstance(value, str)}
-        super().__init__(*args, **options | texts)
+        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **options | texts)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exit; with status 1 if the help that was asked for is lost."""
-        super().exit(status or status_of_output(), message)
+        super().exit(status or output_status(), message)
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""

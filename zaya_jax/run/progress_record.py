@@ -48,7 +48,7 @@ class Phase(enum.IntEnum):
 
 
 class ExitRecord(NamedTuple):
-    """Why a process ends."""
+    """The reason for which a process ends."""
 
     status: int  # the exit status that it chose
     sentence: str  # what it printed last

@@ -38,6 +38,11 @@ def make_table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell
     return Table(title, list(columns), cells, remarks)
 
 
+def same(*keys: str) -> dict[str, str | Cell]:
+    """Return columns whose heads are their keys."""
+    return {key: key for key in keys}
+
+
 def format_table(rows: Iterable[Sequence[str]], right: Sequence[bool] | None = None) -> list[str]:
     """Return the lines of a text table, its heads first; columns that are `right`, all but the first, end aligned."""
     rows = list(rows)

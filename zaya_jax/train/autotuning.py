@@ -4,6 +4,7 @@ Another process can choose otherwise, and its results then differ in their last 
 process; compiling any program with an option reads them from a file, once per process, or writes them all.
 """
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import jaxlib.version
 
 from zaya_jax.errors import printable
-from zaya_jax.run.files import open_regular, write_atomically
+from zaya_jax.run.files import read_start, write_atomically
 
 FILE = "autotuning.txt"  # in the run folder
 Call = Callable[[], object]
@@ -70,8 +71,6 @@ class Autotuning:
 
 
 def _read(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            return file.read(_LONGEST).decode(errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return read_start(path, _LONGEST).decode(errors="replace")
+    return ""

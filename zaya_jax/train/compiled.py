@@ -1,8 +1,9 @@
 """A cache of compiled steps, which compiles the next stage's step while the current stage runs."""
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -14,7 +15,7 @@ from zaya_jax.train.program import PhaseProgram, Programs
 StepKey = tuple[PhaseProgram, tuple[int, int, int]]
 
 
-class CompiledSteps:
+class CompiledSteps(contextlib.AbstractContextManager["CompiledSteps"]):
     """The compiled steps of a run's stages. Each is compiled once, ahead of time; a context manager, for the time."""
 
     def __init__(
@@ -28,9 +29,6 @@ class CompiledSteps:
         self._pool = ThreadPoolExecutor(1, "compile")
         self._steps: dict[StepKey, Future[Callable]] = {}
         self._evaluations: dict[Any, Callable] = {}
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Cancel compilations that have not started, and wait for the one that has."""

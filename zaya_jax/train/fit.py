@@ -73,13 +73,10 @@ class TrainResult:
 
         Adapters are merged in the compute dtype, in which they were trained.
         """
-        return self._replicated({})
+        return self.replicated({})
 
-    def compute_model(self) -> Zaya:
-        """Return `model` with each parameter in the dtype that training and evaluation compute in."""
-        return self._replicated(self.program.placement.dtypes)
-
-    def _replicated(self, dtypes: Mapping[str, Any]) -> Zaya:
+    def replicated(self, dtypes: Mapping[str, Any]) -> Zaya:
+        """Return `model` with parameters in `dtypes`, by name."""
         params, lora = self.state.params, self.config.lora
         params = params if lora is None else merged(self.base, params, lora.scale)
         params = {name: x.astype(dtypes.get(name, x.dtype)) for name, x in params.items()}
@@ -95,17 +92,11 @@ def run_training(
 ) -> TrainResult:
     """Train through all phases of `config`, or resume from the newest checkpoint in its `run_dir`.
 
-    Args:
-      config: of the run.
-      peers: connections to the other processes of the job, if there are any.
-      progress: tells a supervisor, if there is one, what this process does.
-      leave: ends the job at once, from any thread, if other processes resume the run; by default, this only raises.
-
-    Raises:
-      InputError: the configuration, the data or the run folder cannot be used; nothing is overwritten.
-      RunStopped: too many steps in a row were skipped, or saving failed for too long.
-      Superseded: other processes have resumed the run.
-      Preempted: Ctrl-C, SIGTERM or SIGHUP ended the run after it saved.
+    `peers` are connections to the other processes of the job; `progress` tells a supervisor what this process does;
+    `leave` ends the job at once, from any thread, if other processes resume the run: by default, this only raises.
+    `InputError` if the configuration, the data or the run folder cannot be used; nothing is overwritten. `RunStopped`
+    if too many steps in a row were skipped, or saving failed for too long, `Superseded` if other processes have resumed
+    the run, `Preempted` if Ctrl-C, SIGTERM or SIGHUP ended it after it saved.
     """
     progress = progress or ProgressRecord()
     progress.enter(Phase.OPEN)
@@ -158,7 +149,7 @@ def run_training(
             write_tokenizer(folder, config, prepared, weights)
             stack.callback(store.fence.watch())
             enter(track_status(folder, store.fence.check))
-            enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
+            enter(out_of_memory("Training", TRAINING_REMEDY))  # within `track_status`, so that it has the message
         progress.start_training(step := int(jax.device_get(state.step)), folder)
         stack.callback(console.close)
         console.start(step)

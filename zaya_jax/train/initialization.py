@@ -86,9 +86,9 @@ def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBa
     config = program.config
     if config.lora is None or weights is None:
         return NO_BASE
-    whole, dtype = replicated(program.placement.mesh), accumulation_dtype(config.train.compute_dtype)
+    sharding, dtype = replicated(program.placement.mesh), accumulation_dtype(config.train.compute_dtype)
     biases = jax.eval_shape(balancing_biases, program.model)
-    balance = {name: jax.ShapeDtypeStruct(x.shape, dtype, sharding=whole) for name, x in biases.items()}
+    balance = {name: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding) for name, x in biases.items()}
     values = weights.load({**program.abstract_base, **balance})
     return FrozenBase(*({name: values[name] for name in kind} for kind in (program.abstract_base, balance)))
 

@@ -74,8 +74,8 @@ def check_compiled(compiled: Any, phase: str) -> None:
         new += needs.argument_size_in_bytes  # a GPU's limit is its total memory, not what is free
     if new > available:
         only = f"only {gigabytes(available)} is available. {TRAINING_REMEDY}."
-        why = f"A step of {phase} needs {gigabytes(new)} of memory per device, but {only}"
-        raise RunStopped(why, Reason.DEVICE_MEMORY)
+        problem = f"A step of {phase} needs {gigabytes(new)} of memory per device, but {only}"
+        raise RunStopped(problem, Reason.DEVICE_MEMORY)
 
 
 @contextlib.contextmanager
@@ -91,13 +91,13 @@ def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
         if isinstance(error, jax.errors.JaxRuntimeError) and not re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", text):
             raise
         requested, available = _REQUESTED.search(text), available_memory()
-        asked = ""
+        request = ""
         if requested:
             count, unit = requested.groups()
-            asked = f": it requested {gigabytes(int(float(count))) if unit == 'bytes' else f'{count} {unit}'}"
+            request = f": it requested {gigabytes(int(float(count))) if unit == 'bytes' else f'{count} {unit}'}"
         has = f", and {gigabytes(available)} is available per device" if available is not None else ""
         reason = Reason.HOST_MEMORY if isinstance(error, MemoryError) else Reason.DEVICE_MEMORY
-        raise RunStopped(f"{activity} ran out of memory{asked}{has}. {remedy}.", reason) from error
+        raise RunStopped(f"{activity} ran out of memory{request}{has}. {remedy}.", reason) from error
 
 
 def available_memory() -> int | None:

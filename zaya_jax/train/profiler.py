@@ -105,8 +105,8 @@ def program_text(compiled: Any) -> str:
     with contextlib.suppress(AttributeError):  # jaxlib does not document these classes, and can do without the names
         for module in compiled.runtime_executable().hlo_modules():
             for x in (x for computation in module.computations() for x in computation.instructions()):
-                if x.opcode.name == "kAsyncStart" and (inside := x.async_wrapped_root()).opcode.name == "kFusion":
-                    names[x.name] = inside.name
+                if x.opcode.name == "kAsyncStart" and (wrapped := x.async_wrapped_root()).opcode.name == "kFusion":
+                    names[x.name] = wrapped.name
     return re.sub(r"%([\w.\-]+)", lambda name: f"%{names.get(name[1], name[1])}", compiled.as_text())
 
 

@@ -9,20 +9,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.config import Config, ParallelConfig
-from zaya_jax.config.phases import Remat
+from zaya_jax.config import Config, PhaseConfig
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import step_options
 from zaya_jax.model.lora import adapter_roles, adapter_shapes
 from zaya_jax.model.tree import compute_dtypes, fused, roles, shapes
-from zaya_jax.model.zaya import Zaya, abstract_model
-from zaya_jax.ops.registry import KernelSelection
-from zaya_jax.ops.target import GPU_PLATFORMS
+from zaya_jax.model.zaya import abstract_model
+from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
-from zaya_jax.parallel.mesh import AnyMesh, batch_sharding, make_mesh, replicated
-from zaya_jax.parallel.placement import device_kernels, make_placement
+from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from zaya_jax.parallel.placement import make_placement
 from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
@@ -44,9 +43,8 @@ class PhaseProgram(PhaseSpec):
         if self.config.lora is None:
             return {}
         dtypes = compute_dtypes(self.roles, self.config.train.compute_dtype)
-        return self.placement.abstract(
-            {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes(self.model).items()}
-        )
+        frozen = {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes(self.model).items()}
+        return self.placement.abstract(frozen)
 
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
@@ -69,10 +67,8 @@ class PhaseProgram(PhaseSpec):
         batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
         out = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh))
         leaves = self.placement.leaves.values()
-        options = self._options(
-            fsdp=any(leaf.by_layer for leaf in leaves),
-            one_micro_batch=shape[0] == 1 and any(leaf.gathered_in_layers for leaf in leaves),
-        )
+        gathers = shape[0] == 1 and any(leaf.gathered_in_layers for leaf in leaves)
+        options = self._options(fsdp=any(leaf.by_layer for leaf in leaves), one_micro_batch=gathers)
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=options)
         return step.trace(state, batch, self.abstract_base)
 
@@ -119,11 +115,9 @@ class Programs:
         programs: dict[Any, PhaseProgram] = {}
         self._phases: list[PhaseProgram] = []
         for phase in config.phases:
-            model, parallel, remat = config.model_for(phase), config.parallel_for(phase), config.remat_for(phase)
-            key = model, parallel, remat
+            key = config.model_for(phase), config.parallel_for(phase), config.remat_for(phase)
             if key not in programs:
-                mesh = make_mesh(parallel, devices, config.parallel_key(phase))
-                programs[key] = _make_program(config, abstract_model(model), parallel, remat, mesh, kernels)
+                programs[key] = _make_program(config, phase, kernels, devices)
             self._phases.append(programs[key])
 
     def __getitem__(self, phase: int) -> PhaseProgram:
@@ -152,20 +146,21 @@ class Programs:
 
 def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Programs:
     """Make the programs of a run on `devices` (None for all of this job), with the kernels that support its shapes."""
-    return Programs(config, device_kernels(config.model, config.train.compute_dtype, None, config.ops), devices)
+    kernels = select_kernels(current_target(), config.model, config.train.compute_dtype, None, config.ops)
+    return Programs(config, kernels, devices)
 
 
-def _make_program(
-    config: Config, model: Zaya, parallel: ParallelConfig, remat: Remat, mesh: AnyMesh, kernels: KernelSelection
-) -> PhaseProgram:
+def _make_program(config: Config, phase: PhaseConfig, kernels: KernelSelection, devices: Any) -> PhaseProgram:
+    model, layout = abstract_model(config.model_for(phase)), config.parallel_for(phase)
+    mesh = make_mesh(layout, devices, config.parallel_key(phase))
     model_shapes, all_roles = shapes(model), roles(model)
     trained, exact = model_shapes, ()
     if config.lora is not None:
         trained = exact = adapter_shapes(model_shapes, all_roles, config.lora.rank)
         all_roles |= adapter_roles(all_roles)
     dtype, all_shapes = config.train.compute_dtype, {**model_shapes, **trained}
-    placement = make_placement(parallel, mesh, all_shapes, all_roles, dtype, kernels, exact)
+    placement = make_placement(layout, mesh, all_shapes, all_roles, dtype, kernels, exact)
     options = dataclasses.replace(config.optimizer, matrices=config.matrices)
     optimizer = make_optimizer(options, {name: all_roles[name] for name in trained}, fused(model))
     balancer = make_balancer(config.optimizer.balance)
-    return PhaseProgram(config, placement, model, remat, all_roles, trained, optimizer, balancer)
+    return PhaseProgram(config, placement, model, config.remat_for(phase), all_roles, trained, optimizer, balancer)

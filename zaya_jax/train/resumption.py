@@ -24,9 +24,6 @@ from zaya_jax.train.spikes import resize
 from zaya_jax.train.state import TrainState
 from zaya_jax.weights.sources import PARAMETERS_ONLY, model_config
 
-# Besides phases and batches, the position in the data depends on these keys.
-_POSITION_KEYS = ("seed", "start_phase")
-
 
 def checkpoint_metadata(
     config: Config, step: int, data: dict[str, Any], heldout_loss: float | None, first: int, kernels: str | None = None
@@ -54,17 +51,14 @@ def checkpoint_metadata(
 def resume(config: Config, programs: Programs, store: CheckpointStore, batches: TrainBatches) -> tuple[TrainState, int]:
     """Restore the newest intact checkpoint of the run, and set the position of `batches`.
 
-    Returns the state, and the number of steps done before this run folder's first.
-
-    Raises:
-      InputError: the run cannot resume with `config`; nothing is written.
-      RunStopped: no checkpoint is intact.
+    Returns the state, and the number of steps done before this run folder's first. `InputError`, before anything is
+    written, if the run cannot resume with `config`; `RunStopped` if no checkpoint is intact.
     """
 
     def prepare(manifest: Manifest) -> TrainState:
         metadata, step = manifest.metadata, manifest.step
-        where = f"The checkpoint at step {step} in {config.run_dir}"
-        check_architecture(model_config(metadata), config.model, where, "Choose another run_dir")
+        origin = f"The checkpoint at step {step} in {config.run_dir}"
+        check_architecture(model_config(metadata), config.model, origin, "Choose another run_dir")
         check_past(from_dict(metadata["config"]), config, step)
         batches.set_state(metadata["data"])
         return _abstract_state(programs, manifest)
@@ -96,9 +90,10 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
         if PARAMETERS_ONLY in metadata or "data" not in metadata:
             raise InputError(f"{name} contains parameters but no position in the data. Use init_from instead.")
         if metadata["config"].get("lora") is not None:
-            why = "contains adapters, which can resume only in the run_dir they were trained in"
-            raise InputError(f"{name} {why}. Merge them with export-hf, and set init_from to the exported folder.")
-        check_values(config, metadata["config"], name, (*OPTIMIZER_KEYS, *_POSITION_KEYS), "Set the same value")
+            problem = "contains adapters, which can resume only in the run_dir they were trained in"
+            raise InputError(f"{name} {problem}. Merge them with export-hf, and set init_from to the exported folder.")
+        # Besides phases and batches, the position in the data depends on seed and start_phase.
+        check_values(config, metadata["config"], name, (*OPTIMIZER_KEYS, "seed", "start_phase"), "Set the same value")
         try:
             check_past(from_dict(metadata["config"]), config, step, rates=False)
             batches.set_state(metadata["data"])
@@ -130,7 +125,6 @@ def _abstract_state(programs: Programs, manifest: Manifest) -> TrainState:
 
 
 def _resize_history(config: Config, state: TrainState) -> TrainState:
-    """Return `state` with its loss history resized to `train.spike.window`."""
     history, window = state.recent, max(config.train.spike.window, 1)
     if history.skipped is not None and history.values.shape[1] == window:
         return state

@@ -23,16 +23,13 @@ _FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
 OPTIMIZER_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimizer.balance.rule")
 
 
-def check_architecture(theirs: ModelConfig, ours: ModelConfig, what: str, advice: str) -> None:
-    """Raise `InputError` if the architecture of the weights `what` has other parameters than this configuration's.
-
-    `what` is the subject of the message, `advice` its last sentence without the full stop.
-    """
+def check_architecture(theirs: ModelConfig, ours: ModelConfig, subject: str, advice: str) -> None:
+    """Raise `InputError`, from `subject` to `advice`, if weights have other parameters than this configuration."""
     comparable, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
     for key, value in _comparable(theirs).items():
         if value != comparable[key]:
             values = f"{shown(theirs_dict[key])}, but this configuration has {shown(ours_dict[key])}"
-            raise InputError(f"{what} has a different architecture: its model.{key} is {values}. {advice}.")
+            raise InputError(f"{subject} has a different architecture: its model.{key} is {values}. {advice}.")
 
 
 def _comparable(model: ModelConfig) -> dict[str, Any]:
@@ -43,18 +40,18 @@ def _comparable(model: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key not in _FREE_SIZES}
 
 
-def check_values(config: Config, other: dict[str, Any], what: str, keys: Sequence[str], advice: str) -> None:
-    """Raise `InputError` if one of `keys` differs in `other`, the configuration that `what` was made with."""
+def check_values(config: Config, other: dict[str, Any], subject: str, keys: Sequence[str], advice: str) -> None:
+    """Raise `InputError` if one of `keys` differs in `other`, the configuration that `subject` was made with."""
     here, there = dict(flatten_keys(to_dict(config))), dict(flatten_keys(other))
     for key in keys:
         theirs, ours = there.get(key), here.get(key)
         if theirs != ours:
             values = f"{shown(theirs)}, but this configuration has {shown(ours)}"
-            raise InputError(f"{what} was made with {key}={values}. {advice}.")
+            raise InputError(f"{subject} was made with {key}={values}. {advice}.")
 
 
-def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: int) -> None:
-    """Print a warning if the weights `what` were trained with another RoPE base than that of a phase, by its index."""
+def warn_about_positions(config: Config, theirs: ModelConfig, subject: str, phase: int) -> None:
+    """Print a warning if the weights `subject` were trained with another RoPE base than a phase, by its index, has."""
     own = config.phases[phase]
     ours, key = config.model_for(own), "model.rope_base" if own.rope_base is None else f"phases.{own.name}.rope_base"
     pairs = [(key, theirs.rope_base, ours.rope_base)]
@@ -63,7 +60,7 @@ def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: 
     for key, before, now in pairs:
         if before != now and is_primary():
             advice = f"Set {key}={before:g}, unless you are extending the context."
-            print(f"Warning: {what} was trained with a RoPE base of {before:g}, but {key} is {now:g}. {advice}")
+            print(f"Warning: {subject} was trained with a RoPE base of {before:g}, but {key} is {now:g}. {advice}")
 
 
 def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> None:
@@ -73,10 +70,10 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
     """
     phases_started = sum(first < step for first, _ in phase_steps(old))
     for index, phase in enumerate(old.phases[:phases_started]):
-        where = f"phases.{phase.name}"
+        phase_key = f"phases.{phase.name}"
         if index >= len(new.phases):
             advice = "Restore it, or choose another run_dir."
-            raise InputError(f"{where} was removed, but the run has started that phase. {advice}")
+            raise InputError(f"{phase_key} was removed, but the run has started that phase. {advice}")
         old_settings, new_settings = _fixed_settings(phase), _fixed_settings(new.phases[index])
         if index < phases_started - 1:
             old_settings["tokens"], new_settings["tokens"] = phase.tokens, new.phases[index].tokens
@@ -84,13 +81,13 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
             if value != new_settings[key]:
                 change = f"was {shown(value)} and is now {shown(new_settings[key])}, but the run has started that phase"
                 advice = "Restore the old value to resume the run, or choose another run_dir."
-                raise InputError(f"{where}.{key} {change}. {advice}")
+                raise InputError(f"{phase_key}.{key} {change}. {advice}")
     if _steps_done(old, step) != _steps_done(new, step):
-        where, budget = f"phases.{old.phases[phases_started - 1].name}", new.phases[phases_started - 1].tokens
+        phase_key, budget = f"phases.{old.phases[phases_started - 1].name}", new.phases[phases_started - 1].tokens
         tokens_done = tokens_before(old, step) - tokens_before(old, phase_steps(old)[phases_started - 1][0])
         if budget < tokens_done:
             done = f"the run has already trained on {tokens_done:,} tokens in that phase"
-            raise InputError(f"{where}.tokens is {budget:,}, but {done}. Set it to at least that number.")
+            raise InputError(f"{phase_key}.tokens is {budget:,}, but {done}. Set it to at least that number.")
         done = f"{step} steps have already used the old values"
         advice = "Restore them, or append a phase with the new ones."
         raise InputError(f"train.batch or data.context was changed, but {done}. {advice}")
@@ -135,8 +132,8 @@ def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> No
     other = f"continue in a new run_dir with resume_from={source}" if agreeing else "start anew in another run_dir"
     steps = f"step {step} has" if first + 1 == step else f"steps {first + 1} to {step} have"
     advice = f"Either restore the old values and append a phase with its own schedule, or {other}."
-    what = f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}"
-    raise InputError(f"{what}. But {steps} already used the old learning rates. {advice}")
+    problem = f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}"
+    raise InputError(f"{problem}. But {steps} already used the old learning rates. {advice}")
 
 
 def _factors(config: Config, steps: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Write the tokenizer of a run's data to `RUN_DIR/tokenizer/`."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: W
     `weights` are those of `init_from`, if the run has opened them. A failure, as on a full disk, is reported and does
     not stop the run; the next start tries again.
     """
-    origin, template = _init_folder(config) if weights is None else weights.tokenizer, _chat_template(config, prepared)
+    origin, template = None if weights is None else weights.tokenizer, _chat_template(config, prepared)
+    if weights is None and config.init_from is not None:
+        with contextlib.suppress(InputError):  # if it is gone, since resuming does not need it
+            origin = tokenizer_folder(config.init_from)
     target = folder / names.TOKENIZER_FOLDER
     try:
         make_folder(target)
@@ -36,17 +40,9 @@ def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: W
             if not path.exists() or (name == _TEMPLATE and path.read_bytes() != text.encode()):
                 write_atomically(path, text)
     except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error).removesuffix(".")
+        reason = error.strerror if isinstance(error, OSError) else str(error).removesuffix(".")
         remedy = "Training continues; exports can add a tokenizer with export-hf --carry."
-        print(f"Warning: the tokenizer could not be written to {target}: {why}. {remedy}")
-
-
-def _init_folder(config: Config) -> Path | None:
-    """Return the folder of `init_from`'s tokenizer; None if it is gone, since resuming does not need it."""
-    try:
-        return None if config.init_from is None else tokenizer_folder(config.init_from)
-    except InputError:
-        return None
+        print(f"Warning: the tokenizer could not be written to {target}: {reason}. {remedy}")
 
 
 def _chat_template(config: Config, prepared: Prepared) -> str | None:

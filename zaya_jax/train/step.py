@@ -15,7 +15,6 @@ from zaya_jax.model.tree import Arrays, layer_position, with_values
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
-from zaya_jax.optim.build import optimizer_settings
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.train.spec import PhaseSpec
@@ -78,10 +77,10 @@ def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metri
       `source_loss` (summed, nats), `source_tokens`: [n] in the order of `data.sources`, with several sources only.
     """
     config, placement = program.config, program.placement
-    gradient = placement.gradient(make_local_loss(program))
+    gradient = placement.gradient(make_local_loss(program), keep_rows=program.remat != "full")
     optimizer = skippable(program.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
-    peak_rate = optimizer_settings(options, config.matrices).learning_rate
+    peak_rate = getattr(options, config.matrices).learning_rate
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
     def train_step(state: TrainState, batch: Batch, base: Arrays | None = None) -> tuple[TrainState, Metrics]:
@@ -98,8 +97,8 @@ def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metri
         rate = rate_at(state.step)
         # Scaling and skipping happen inside the optimizer's own pass: a separate pass would read all state again.
         with part("optimizer"):
-            how = {"factor": factor, "skip": skip != 0, "on_matrices": placement.on_matrices, "ops": placement.ops}
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **how)
+            extra = {"factor": factor, "skip": skip != 0, "on_matrices": placement.on_matrices, "ops": placement.ops}
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **extra)
             params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
             update_norms = _norm_by_role(_squares(updates), program)
         errors = _split_by_stack(load_error(sums["counts"]), state.balance, config)

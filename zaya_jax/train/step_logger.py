@@ -92,14 +92,12 @@ class StepLogger:
         return {**others, "loss_by_source": {name: loss / tokens for name, loss, tokens in sums if tokens}}
 
 
-def throughput(
-    config: Config, step: int, tokens: float, seconds: float, device_kind: str, devices: int
-) -> dict[str, Any]:
+def throughput(config: Config, step: int, tokens: float, seconds: float, kind: str, devices: int) -> dict[str, Any]:
     """Compute the speed of `step`, counted from 1, which took `seconds`, with `tokens` in the loss.
 
     FLOPs include head and attention, without recomputation; `mfu` is None if the peak of the devices is not known.
     """
-    speed, context, peak = tokens / max(seconds, 1e-9), stage_at(config, step - 1).context, peak_flops(device_kind)
+    speed, context, peak = tokens / max(seconds, 1e-9), stage_at(config, step - 1).context, peak_flops(kind)
     flops = speed * training_flops_per_token(config.model, context, frozen_head=config.lora is not None)
     mfu = None if peak is None else flops / (peak * devices)
     return {"tokens_per_second": speed, "flops_per_second": flops, "mfu": mfu}

@@ -1,6 +1,7 @@
 """The trainer: runs a step, evaluates, and saves."""
 
 import dataclasses
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from zaya_jax.model.tree import Arrays
 from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, run_folder, write_phase_ends
 from zaya_jax.run.metrics import DiskGuard, read_rows
 from zaya_jax.run.progress_record import Phase, ProgressRecord
+from zaya_jax.run.signals import NAMES, exit_status
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.memory import out_of_memory
 from zaya_jax.train.profiler import StepProfiler
@@ -128,8 +130,8 @@ class Trainer:
     def preempted(self, after: str, saved: bool) -> Preempted:
         """Build the error that ends the run after a signal."""
         outcome = "is saved. Rerun the command to resume from it" if saved else "could not be saved"
-        stop = self.preemption
-        return Preempted(f"Stopped by {stop.name} after {after}, which {outcome}.", stop.status)
+        number = self.preemption.number or signal.SIGTERM  # if another process received a signal
+        return Preempted(f"Stopped by {NAMES[number]} after {after}, which {outcome}.", exit_status(number))
 
     def record_changes(self) -> None:
         """Record the settings that changed at the step where this process resumed."""
@@ -189,7 +191,7 @@ class Trainer:
             if saved:
                 self.save()
                 saved = self.store.wait()
-            if self.preemption.signalled:  # Ctrl-C signals the whole process group, workers included
+            if self.preemption.number:  # Ctrl-C signals the whole process group, workers included
                 raise self.preempted(f"step {self.steps_done}", saved) from error
             after = f" Step {self.steps_done} is saved. Rerun the command to resume from it." if saved else ""
             raise RunStopped(f"{error}{after}") from error

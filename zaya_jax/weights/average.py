@@ -70,20 +70,20 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
 
     def parts() -> Iterator[ArrayPart]:
         for name in sorted(slices):
-            for where in slices[name]:
-                yield ArrayPart(name, where, _mean(checkpoints if name.startswith(WEIGHTS) else [newest], name, where))
+            for span in slices[name]:
+                yield ArrayPart(name, span, _mean(checkpoints if name.startswith(WEIGHTS) else [newest], name, span))
 
     metadata = {**newest.manifest.metadata, "averaged": averaged, "heldout_loss": None}
     write_checkpoint(target, newest.manifest.step, metadata, arrays(newest), parts())
 
 
-def _mean(checkpoints: Sequence[CheckpointWeights], name: str, where: str) -> np.ndarray:
-    first = checkpoints[0].reader.read(name, read_slice(where))
+def _mean(checkpoints: Sequence[CheckpointWeights], name: str, span: str) -> np.ndarray:
+    first = checkpoints[0].reader.read(name, read_slice(span))
     if len(checkpoints) == 1:
         return first
     total = first.astype(np.float64)
     for checkpoint in checkpoints[1:]:
-        total += checkpoint.reader.read(name, read_slice(where))
+        total += checkpoint.reader.read(name, read_slice(span))
     return (total / len(checkpoints)).astype(first.dtype)
 
 

@@ -53,8 +53,7 @@ def export_hf(
     """
     weights = open_weights(source, "CHECKPOINT", base)
     weights.verify()
-    carry = carry or weights.tokenizer
-    write_folder(folder, weights.config, weights.read, dtype, layout, carry)
+    write_folder(folder, weights.config, weights.read, dtype, layout, carry or weights.tokenizer)
     hint = "" if (folder / TOKENIZER).exists() else " It has no tokenizer; add one with --carry FOLDER."
     return f"Exported {weights.folder} to {folder} in {dtype}.{hint}"
 
@@ -69,8 +68,7 @@ def export_peft(source: str, folder: Path, dtype: str, carry: Path | None = None
     if not isinstance(weights, AdaptedWeights):
         raise InputError(f"{source} was trained without adapters (lora.rank), so it cannot be exported with --peft.")
     weights.verify()
-    path = _peft_base(weights)
-    carry = carry or weights.tokenizer
+    path, carry = _peft_base(weights), carry or weights.tokenizer
     write_peft_folder(folder, weights.config, weights.lora, path, weights.adapters.read, dtype, carry)
     return f"Exported the adapters of {weights.folder} to {folder} in {dtype}; peft loads their base model from {path}."
 
@@ -109,10 +107,10 @@ def write_parameters(
 
     def parts() -> Iterator[ArrayPart]:
         for name, x in abstract.items():
-            whole = (slice(None),) * len(x.shape)
+            full = (slice(None),) * len(x.shape)
             for group in stack_groups(name, x.shape):
                 value = np.ascontiguousarray(read(name, group), dtypes[name])
-                index = whole if group is None else (slice(group, group + 1), *whole[1:])
+                index = full if group is None else (slice(group, group + 1), *full[1:])
                 yield ArrayPart(saved_name(name), slice_text(index, x.shape), value if group is None else value[None])
 
     leaves = {saved_name(name): {"dtype": dtypes[name].name, "shape": list(x.shape)} for name, x in abstract.items()}

@@ -28,19 +28,19 @@ from zaya_jax.weights.sources import CheckpointWeights, FolderWeights, Weights, 
 BASE = "base.json"  # in the run folder of adapters: fingerprint of the base model
 
 
-def open_weights(source: str | Path, what: str = "path", base: str | None = None) -> Weights:
+def open_weights(source: str | Path, key: str = "path", base: str | None = None) -> Weights:
     """Open weights without reading their values.
 
     The `source` is RUN_DIR for its newest checkpoint, RUN_DIR@PHASE for the last one of a phase,
-    RUN_DIR/checkpoints/STEP, or hf:FOLDER for a `transformers` folder; messages call it `what`, the key or argument
+    RUN_DIR/checkpoints/STEP, or hf:FOLDER for a `transformers` folder; messages call it `key`, the key or argument
     that it comes from. `base` is the base model of adapters; None uses `init_from` of their run. `InputError` if the
     source does not exist, or its metadata shows damage.
     """
     if hf_folder(str(source)) is not None:
         return FolderWeights(source)
     if is_transformers(source):
-        raise InputError(f"{what} is {str(source)!r}, which looks like a transformers folder; write {HF}{source}.")
-    checkpoint = CheckpointWeights(source, what)
+        raise InputError(f"{key} is {str(source)!r}, which looks like a transformers folder; write {HF}{source}.")
+    checkpoint = CheckpointWeights(source, key)
     return AdaptedWeights(checkpoint, base) if checkpoint.holds_adapters else checkpoint
 
 
@@ -110,8 +110,8 @@ class AdaptedWeights(Weights):
             parts = ((group, read(name, group)) for group in stack_groups(name, x.shape))
             sums[name] = part_sums((0, part) if group is None else (group, part[None]) for group, part in parts)
         if trained_on != (actual := combine_sums(sums)):
-            why = f"its fingerprint is {actual}, not {trained_on}. Pass the right model with --base."
-            raise InputError(f"{base.source} is not the base model of the adapters in {self.folder}: {why}")
+            problem = f"its fingerprint is {actual}, not {trained_on}. Pass the right model with --base."
+            raise InputError(f"{base.source} is not the base model of the adapters in {self.folder}: {problem}")
         return read
 
     def read(self, name: str, group: int | None) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Sources of weights: checkpoints and `transformers` folders, opened first and read on demand."""
 
 import abc
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from zaya_jax.config.weight_source import hf_folder
 from zaya_jax.data.special_tokens import find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.hf.finite import require_finite
+from zaya_jax.hf.finite import finite_cast
 from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
-from zaya_jax.hf.tensors import Tensor
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, is_stacked, with_values
 from zaya_jax.model.zaya import Zaya, abstract_model
@@ -93,9 +93,9 @@ class Weights(abc.ABC):
 class CheckpointWeights(Weights):
     """A checkpoint of all parameters, or of the adapters for `AdaptedWeights`; `reader` reads the arrays."""
 
-    def __init__(self, source: str | Path, what: str) -> None:
-        """Open a checkpoint that `what` names; InputError if there is none, or its manifest or a file is damaged."""
-        self.source, self.folder = str(source), checkpoint_folder(str(source), what)
+    def __init__(self, source: str | Path, key: str) -> None:
+        """Open a checkpoint that `key` names; InputError if there is none, or its manifest or a file is damaged."""
+        self.source, self.folder = str(source), checkpoint_folder(str(source), key)
         self.tokenizer = run_tokenizer(self.folder)
         self.manifest, self.reader = open_checkpoint(self.folder)
         metadata = self.manifest.metadata
@@ -127,8 +127,8 @@ class CheckpointWeights(Weights):
         values, finite = jax.jit(cast, out_shardings=(placed, None))(arrays)
         for name, good in jax.device_get(finite).items():
             if not good:
-                where = f"The parameter {name} in {self.folder}"
-                raise InputError(f"{where} has NaN or infinite values; use an earlier checkpoint.")
+                parameter = f"The parameter {name} in {self.folder}"
+                raise InputError(f"{parameter} has NaN or infinite values; use an earlier checkpoint.")
         return values
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,10 +153,8 @@ class FolderWeights(Weights):
         self._opened = open_folder(source if folder is None else folder)
         self.source, self.folder, self.tokenizer = str(source), self._opened.path, self._opened.path
         self.config, self.is_legacy = self._opened.config, self._opened.legacy
-        self._tensors: dict[tuple[str, int | None], list[Tensor]] = {}
         dtypes: dict[str, Any] = {}
-        for tensor in self._opened.tensors:
-            self._tensors.setdefault((tensor.leaf, tensor.group), []).append(tensor)
+        for tensor in itertools.chain(*self._opened.tensors.values()):
             stored = self._opened.stored[tensor.name].dtype
             # Layers can differ in dtype; use one that can represent all of them.
             dtypes[tensor.leaf] = jnp.promote_types(dtypes.get(tensor.leaf, stored), stored)
@@ -166,14 +164,15 @@ class FolderWeights(Weights):
         """See `Weights.read`; memory-mapped if the parameter is a single tensor."""
         if is_inert(name, group):  # not stored in the folder
             return np.ones(self.config.router_size, np.float32)
-        tensors = self._tensors[name, group]
+        tensors = self._opened.tensors[name, group]
         values = [tensor.to_ours(self._opened.stored[tensor.name].open()) for tensor in tensors]
         return values[0] if tensors[0].part is None else np.concatenate(values)  # one tensor per expert, in order
 
     def check_finite(self, name: str, group: int | None, dtype: np.dtype, remedy: str) -> None:
-        """Raise `InputError` if a tensor that `read` returns is not finite in `dtype`; see `require_finite`."""
-        names = (tensor.name for tensor in self._tensors.get((name, group), ()))
-        require_finite(self.folder, ((each, self._opened.stored[each].open()) for each in names), dtype, remedy)
+        """Raise `InputError` if a tensor that `read` returns is not finite in `dtype`; see `finite_cast`."""
+        for tensor in self._opened.tensors.get((name, group), ()):
+            stored = self._opened.stored[tensor.name].open()
+            finite_cast(stored, dtype, f"{tensor.name} in {self.folder}", remedy)
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """See `Weights.load`."""

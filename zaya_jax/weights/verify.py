@@ -34,13 +34,13 @@ def verify_hf(source: str | Path) -> tuple[list[str], bool]:
     return compare(weights.load_model(jnp.bfloat16))
 
 
-def check_released(config: ModelConfig, where: str) -> None:
-    """Raise `InputError` unless `config` is the 8B's, the only model with a fixture; `where` names the folder."""
+def check_released(config: ModelConfig, folder: str) -> None:
+    """Raise `InputError` unless `config` is the 8B's, the only model with a fixture; `folder` names the folder."""
     there = replace(config, layer_pattern=config.period)
     for key, value in asdict(load_config(shipped("zaya1_8b.yaml")).model).items():
         if key not in _OF_NO_MATTER and getattr(there, key) != value:
             values = f"{key} is {getattr(there, key)!r}, but {value!r} in the 8B"
-            raise InputError(f"{where} is not ZAYA1-8B, the only model that verify-hf can check: {values}.")
+            raise InputError(f"{folder} is not ZAYA1-8B, the only model that verify-hf can check: {values}.")
 
 
 def compare(model: Zaya) -> tuple[list[str], bool]:

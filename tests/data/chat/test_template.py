@@ -202,10 +202,10 @@ def test_a_part_that_is_not_written_or_not_trained_is_refused(part):
 
 
 def test_only_the_last_answer_is_trained_if_the_others_have_no_weight():
-    said = [user(), assistant("a", weight=0), user(), assistant("b")]
+    conversation = [user(), assistant("a", weight=0), user(), assistant("b")]
     mark = "{% if loop.last %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}"
     template = Template("{% for message in messages %}" + mark + "{% endif %}{% endfor %}", "x")
-    assert [piece.text for piece in rendered(template, said) if piece.generated] == ["b"]
+    assert [piece.text for piece in rendered(template, conversation) if piece.generated] == ["b"]
     with pytest.raises(ValueError, match=r"content of message 2 outside of {% generation %}"):
         rendered(template, [user(), assistant("a"), user(), assistant("b")])
 
@@ -216,9 +216,11 @@ HOW = ["| trim", "| tojson", "| tojson(ensure_ascii=true)", "| upper", ".split('
 @pytest.mark.parametrize("how", HOW)
 def test_templates_may_transform_what_they_write(how):
     calls = [{"function": {"name": "f", "arguments": {}}}]
-    said = [user(" é "), assistant("<think>\n\n</think>\n\nß", tool_calls=calls)]
+    conversation = [user(" é "), assistant("<think>\n\n</think>\n\nß", tool_calls=calls)]
     source = "{% for message in messages %}{% generation %}{{ message.content " + how + " }}{{ message.tool_calls "
-    assert rendered(Template(source + "| tojson if message.tool_calls }}{% endgeneration %}{% endfor %}", "x"), said)
+    assert rendered(
+        Template(source + "| tojson if message.tool_calls }}{% endgeneration %}{% endfor %}", "x"), conversation
+    )
 
 
 def test_a_content_of_which_a_template_writes_a_piece_is_refused():

@@ -87,6 +87,6 @@ def test_a_request_that_cannot_be_parsed_in_the_limits_is_answered_and_so_is_the
     command = ["sh", "-c", 'ulimit -v 300000; exec "$@"', "sh", sys.executable, "-P", template_process.__file__]
     done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=True)
     too_wide, too_deep, answer = map(json.loads, done.stdout.splitlines())
-    assert "needs more than 1,024 MiB of memory" in too_wide["render"]
-    assert "recursion" in too_deep["render"]
+    assert "needs more than 1,024 MiB of memory" in too_wide["error"]
+    assert "recursion" in too_deep["error"]
     assert answer["texts"] == ["1"]

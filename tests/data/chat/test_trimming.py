@@ -71,12 +71,12 @@ def choices(conversation):
         message.pop("reasoning", None)
     neither = [{key: value for key, value in message.items() if key != "reasoning"} for message in conversation]
     many = earlier != conversation
-    for form, whole, shortened in [
+    for form, complete, shortened in [
         (conversation, "kept", "reasoning_cut"),
         *([(earlier, "earlier_removed", "earlier_removed")] if many else []),
     ]:
         spans = by_hand(form)
-        yield whole, [token for tokens, _ in spans for token in tokens]
+        yield complete, [token for tokens, _ in spans for token in tokens]
         for size in reversed(range(len(form[last].get("reasoning", "")))):
             cut = [tokens[:size] if number == last else tokens for tokens, number in spans]
             yield shortened, [token for tokens in cut for token in tokens]
@@ -85,8 +85,8 @@ def choices(conversation):
         yield name, [token for tokens, _ in by_hand(neither) for token in tokens]
 
 
-def is_subsequence(part, whole):
-    rest = iter(whole)
+def is_subsequence(part, complete):
+    rest = iter(complete)
     return all(token in rest for token in part)
 
 

@@ -93,7 +93,7 @@ def check_account(folder, kinds, seed):
         plan = plan_run(config, prepared)
     except InputError:
         return False
-    found = account(config, prepared, plan)
+    result = account(config, prepared, plan)
     used = {name: set() for name in given}
     too_long = {name: set() for name in given}
     for phase in plan.phases:
@@ -106,7 +106,7 @@ def check_account(folder, kinds, seed):
                 too_long[name] |= {number for number, length in enumerate(lengths)
                                    if length == 0 or (drops and length > phase.context + 1)}  # fmt: skip
     for name, (kind, lines, unread) in given.items():
-        source, documents = found[name], [line for line in lines if line.strip()]
+        source, documents = result[name], [line for line in lines if line.strip()]
         assert sum(source["unread_files"].values()) == unread
         assert source["train"]["in_loss"] == any(
             share.phase_rows.row(index)["loss_mask"].any()
@@ -178,10 +178,12 @@ def test_skipped_rows_are_counted_for_each_source(tmp_path):
     config = run_config(tmp_path, NAMES[:2], phases, steps=4, batch=4, context=4, skip_rows=[[6, 12], [13, 17]])
     prepared = open_sources(config)
     plan = plan_run(config, prepared)
-    found = account(config, prepared, plan)
+    result = account(config, prepared, plan)
     sources = [int(plan[row]["sources"][0]) for row in [*range(6, 12), *range(13, 17)]]
-    assert [found[name]["skipped_rows"] for name in NAMES[:2]] == [sources.count(0), sources.count(1)]
-    assert f"  a: {sources.count(0)} rows skipped (data.skip_rows), but counted as trained on" in (account_lines(found))
+    assert [result[name]["skipped_rows"] for name in NAMES[:2]] == [sources.count(0), sources.count(1)]
+    assert f"  a: {sources.count(0)} rows skipped (data.skip_rows), but counted as trained on" in (
+        account_lines(result)
+    )
 
 
 def test_a_source_can_be_evaluated_alone(tmp_path):
@@ -189,10 +191,10 @@ def test_a_source_can_be_evaluated_alone(tmp_path):
     write_source(tmp_path / "check", [], [[4, 5, 6, 7]])
     config = run_config(tmp_path, ["web", "check"], [{}], steps=1)
     prepared = open_sources(config)
-    found = account(config, prepared, plan_run(config, prepared))
-    assert found["check"]["heldout"]["used"] == 1
-    assert found["check"]["phases"] == []
-    assert account_lines(found) == ["Data: 11 documents in 2 sources: 9 trained on, 2 evaluated, 0 left out."]
+    result = account(config, prepared, plan_run(config, prepared))
+    assert result["check"]["heldout"]["used"] == 1
+    assert result["check"]["phases"] == []
+    assert account_lines(result) == ["Data: 11 documents in 2 sources: 9 trained on, 2 evaluated, 0 left out."]
     for mixture in ({"web": 1, "check": 1}, {"check": 1}):
         with pytest.raises(InputError, match=r"data\.sources\.check contains no training document .* to 0"):
             open_sources(run_config(tmp_path, ["web", "check"], [{"mixture": mixture}], steps=1))
@@ -217,8 +219,8 @@ def test_a_source_without_a_token_in_the_loss_is_named(tmp_path):
     config = run_config(tmp_path, ["talk", "web"], [{"mixture": {"talk": 1, "web": 1}}], steps=1, batch=2)
     prepared = open_sources(changed(config, {"evaluation.batches": 1}))
     lines = account_lines(account(changed(config, {"evaluation.batches": 1}), prepared, plan_run(config, prepared)))
-    said = [line for line in lines if "loss" in line]
-    assert [line.partition(", which")[0] for line in said] == [
+    messages = [line for line in lines if "loss" in line]
+    assert [line.partition(", which")[0] for line in messages] == [
         f"  talk: no token of the first 1,000 {split} rows is in the loss" for split in ("training", "held-out")
     ]
 
@@ -228,5 +230,5 @@ def test_bytes_without_a_token_are_said_by_the_preparation_and_do_not_count(tmp_
     manifest = prepare([str(tmp_path / "a.jsonl")], kinds / "letters" / "tokenizer.json", tmp_path / "a",
                        PrepareSettings(heldout=0), workers=1)  # fmt: skip
     assert (manifest.train.text_bytes, manifest.train.lost_bytes) == (10, 5)
-    said = summary(tmp_path / "a", manifest)
-    assert "train: 5 bytes are lost, since the tokenizer has no token for them, or strips" in said
+    message = summary(tmp_path / "a", manifest)
+    assert "train: 5 bytes are lost, since the tokenizer has no token for them, or strips" in message

@@ -339,15 +339,15 @@ def test_a_range_that_is_added_after_the_position_gives_what_it_gives_from_the_s
     config, prepared = two_source_run(two_sources, PHASES)
     unread = rows_before(skipping(config, ranges), stop)
     before = tuple(ends for ends in ranges if ends[0] < unread)
-    whole = skipping(config, (*before, *(ends for ends in later if ends[0] >= unread)))
+    unskipped = skipping(config, (*before, *(ends for ends in later if ends[0] >= unread)))
     with train_batches(skipping(config, ranges), prepared) as batches:
         read = [next(batches) for _ in range(stop)]
         state = json.loads(json.dumps(batches.get_state()))
     assert state["sequences"] == unread
-    with train_batches(whole, prepared) as batches:
+    with train_batches(unskipped, prepared) as batches:
         batches.set_state(state)
         read += batches
-    with train_batches(whole, prepared) as batches:
+    with train_batches(unskipped, prepared) as batches:
         chex.assert_trees_all_equal(read, list(batches))
 
 
@@ -390,8 +390,8 @@ def test_a_phase_to_come_may_change_and_one_that_is_begun_may_not(two_sources, c
             if step < 5:
                 chex.assert_trees_all_equal([next(batches) for _ in range(5 - step)], stream[step:5])
             assert batches.get_state() == states[5]
-        where = {"tokens": (14, 15), "batch": (7,)}.get(next(iter(changes)), range(6, 16))
-        for step in where:  # rows are the same of another budget or batch, until it moves a phase or splits a step
+        positions = {"tokens": (14, 15), "batch": (7,)}.get(next(iter(changes)), range(6, 16))
+        for step in positions:  # rows are the same of another budget or batch, until it moves a phase or splits a step
             with pytest.raises(InputError, match=r"^The saved position(,| belongs to) "):
                 batches.set_state(states[step])
         assert batches.get_state() == states[5], "what is refused changes nothing"
@@ -412,6 +412,6 @@ def test_a_past_budget_that_moves_the_phase_is_refused(two_sources):
 def test_a_phase_whose_batch_does_not_divide_is_named(two_sources):
     config, prepared = two_source_run(two_sources, changed_phases(1, batch={"tokens": 96}))
     train_batches(config, prepared, shares=[(1, 2)] * len(config.phases)).close()
-    said = r"^The batch of phase phase1 has 6 sequences per step, but must have a multiple of 4"
-    with pytest.raises(InputError, match=said):
+    message = r"^The batch of phase phase1 has 6 sequences per step, but must have a multiple of 4"
+    with pytest.raises(InputError, match=message):
         train_batches(config, prepared, shares=[(1, 4)] * len(config.phases))

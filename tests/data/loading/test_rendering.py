@@ -50,13 +50,13 @@ def test_what_assistants_write_is_counted_and_nothing_else(chat, tmp_path):
             assert not counts[0]  # the runs below begin with what is not said
             edges = np.flatnonzero(np.diff(counts.astype(np.int8))) + 1
             runs = [tokenizer.decode(run.tolist()) for run in np.split(tokens, edges)]
-            said = "".join(runs[1::2])
+            sentence = "".join(runs[1::2])
             unsaid = "".join(runs[::2])
             for message in wanted:
                 text = message["content"]
-                assert (text in said, text in unsaid) == ((True, False) if message["role"] == "assistant"
+                assert (text in sentence, text in unsaid) == ((True, False) if message["role"] == "assistant"
                                                           else (False, True))  # fmt: skip
-            assert said.count("<|im_end|>") == sum(message["role"] == "assistant" for message in wanted)
+            assert sentence.count("<|im_end|>") == sum(message["role"] == "assistant" for message in wanted)
             assert tokenizer.decode(tokens.tolist()).startswith("<|endoftext|><|im_start|>system\n")
         said_bytes = sum(len(tokenizer.decode(documents[i].tokens[documents[i].loss_mask].tolist()).encode())
                          for i in range(len(messages)))  # fmt: skip
@@ -71,9 +71,9 @@ def test_conversations_are_made_to_fit_and_counted(chat, tmp_path, limit):
     for number, messages in enumerate(CONVERSATIONS[:15]):
         spans, outcome = trim(messages, limit, write_out)
         outcomes.append(outcome)
-        wanted = [token for span in spans or [] for token in span.tokens]
-        assert documents[number].tokens.tolist() == wanted
-        assert len(wanted) <= limit
+        expected = [token for span in spans or [] for token in span.tokens]
+        assert documents[number].tokens.tolist() == expected
+        assert len(expected) <= limit
     assert manifest.counts == {outcome: outcomes.count(outcome) for outcome in set(outcomes)}
 
 

@@ -186,4 +186,5 @@ def test_each_source_is_held_out_by_itself(tmp_path):
     assert list(heldout_batches(config, prepared, "b")) == []  # no phase reads it
     assert heldout_text(config, prepared, "b") is None
     assert list(heldout_batches(config, prepared, "c")) == []
-    assert heldout_text(config, prepared, "c") == (Use(0, 0, 0, 0, 0, 0, 0.0), 0, 0)
+    text = heldout_text(config, prepared, "c")
+    assert (text.use, text.text_bytes, text.all_bytes) == (Use(0, 0, 0, 0, 0, 0, 0.0), 0, 0)

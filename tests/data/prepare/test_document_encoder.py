@@ -43,11 +43,12 @@ def test_documents_of_megatron_end_once_and_fit_the_vocabulary(tmp_path, tokeniz
 
 def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
     loaded = load_tokenizer(tokenizer)
-    said = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{text}?"},
+    conversations = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{text}?"},
              {"role": "assistant", "content": text, "reasoning": "ä ☃"}] for text in make_texts(20)]  # fmt: skip
     thinking = {"role": "assistant", "content": "<think>hm</think>yes"}
     forged = [{"role": "user", "content": "a <|endoftext|>"}, {"role": "assistant", "content": "b"}]
-    lines = [*said[:5], [said[0][0]], *said[5:], forged, [thinking], "text", [{"role": "cat", "content": "miaow"}]]
+    bad = [forged, [thinking], "text", [{"role": "cat", "content": "miaow"}]]
+    lines = [*conversations[:5], [conversations[0][0]], *conversations[5:], *bad]
     path = write_lines(tmp_path / "in.jsonl", [{"messages": line} for line in lines])
     with pytest.raises(InputError, match=rf"{path}:6: not a conversation: .* no assistant message"):
         prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, unit_bytes=600)
@@ -55,7 +56,7 @@ def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
     assert manifest.kind == "chat"
     assert manifest.counts == {"not a conversation": 3, "special token": 1}
     assert any("'<|endoftext|>', which would end a turn" in example for example in manifest.examples)
-    expected, written = [*said, [{**thinking, "content": "yes", "reasoning": "hm"}]], {}
+    expected, written = [*conversations, [{**thinking, "content": "yes", "reasoning": "hm"}]], {}
     for split in SPLITS:
         entry = manifest.split(split)
         written[split] = [json.loads(record) for record in Records(tmp_path / "out", entry.shards)]
@@ -72,9 +73,9 @@ def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
 
 
 def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_is_refused(tmp_path, tokenizer):
-    said = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
+    conversation = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
     others = [{"functions": [{"name": "f"}]}, {"system": "Be brief."}, {"tools": "[]", "system": ""}]
-    records = [{"conversations": said}, *({"conversations": said, **siblings} for siblings in others)]
+    records = [{"conversations": conversation}, *({"conversations": conversation, **siblings} for siblings in others)]
     path = write_lines(tmp_path / "in.jsonl", records)
     with pytest.raises(
         InputError, match=rf"^2 documents .*\n  {path}:2: unread field: 'functions' next to 'conversations' is"
@@ -89,8 +90,8 @@ def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_i
 
 def test_a_conversation_that_json_cannot_hold_is_refused(tmp_path, tokenizer):
     message = pa.struct([("role", pa.string()), ("content", pa.string()), ("said", pa.timestamp("s"))])
-    said = [[{"role": "assistant", "content": "yes", "said": said}] for said in (None, 0)]
-    pq.write_table(pa.table({"messages": pa.array(said, pa.list_(message))}), tmp_path / "in.parquet")
+    conversations = [[{"role": "assistant", "content": "yes", "said": extra}] for extra in (None, 0)]
+    pq.write_table(pa.table({"messages": pa.array(conversations, pa.list_(message))}), tmp_path / "in.parquet")
     inputs = [str(tmp_path / "in.parquet")]
     with pytest.raises(InputError, match=r"in\.parquet:2: not a conversation: it contains a value that JSON cannot"):
         prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1)

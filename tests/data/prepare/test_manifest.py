@@ -83,8 +83,8 @@ FILES = ["train-000000.arrayrecord", "heldout-000000.arrayrecord", "train-length
          "tokenizer.json"]  # fmt: skip
 
 
-def refused(folder, path, what):
-    return pytest.raises(InputError, match=rf"{re.escape(str(path))}.*{what}.*{re.escape(REMEDY)}$")
+def refused(folder, path, subject):
+    return pytest.raises(InputError, match=rf"{re.escape(str(path))}.*{subject}.*{re.escape(REMEDY)}$")
 
 
 def test_a_missing_or_truncated_file_is_named(folder):

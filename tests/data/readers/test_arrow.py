@@ -12,7 +12,7 @@ from zaya_jax.errors import InputError
 texts = st.one_of(st.none(), st.text(st.characters(exclude_categories=["Cs"])))
 
 
-def whole(path):
+def one_unit(path):
     return Unit("arrow", (str(path),), 0, count_pieces(str(path)), path.stat().st_size)
 
 
@@ -52,7 +52,7 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, stream):
     chats = [[{"role": "user", "content": f"hi {i}"}] for i in range(100)]
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     path = write_arrow(tmp_path / "a.arrow", [chats[:30], chats[30:]], stream=stream, kind=kind)
-    entries = list(read_table(whole(path), "text"))
+    entries = list(read_table(one_unit(path), "text"))
     assert [document.value for document in entries] == chats
     assert sum(document.bytes for document in entries) == pytest.approx(path.stat().st_size, abs=1000)
 
@@ -61,7 +61,7 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, stream):
 def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, stream):
     path = write_arrow(tmp_path / "a.arrow", [["one", "caf_", "three"]], stream=stream)
     path.write_bytes(path.read_bytes().replace(b"caf_", b"caf\xe9"))
-    first, bad, last = read_table(whole(path), "text")
+    first, bad, last = read_table(one_unit(path), "text")
     assert (first.value, last.value) == ("one", "three")
     assert (bad.line, bad.reason) == (2, "not UTF-8")
 
@@ -69,7 +69,7 @@ def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, stream):
 @pytest.mark.parametrize("stream", [True, False])
 def test_damage_is_told_with_the_name_of_the_file(tmp_path, stream):
     path = write_arrow(tmp_path / "a.arrow", [["one " * 999, "two"], ["three"]], stream=stream)
-    unit, data = whole(path), path.read_bytes()
+    unit, data = one_unit(path), path.read_bytes()
     for content in (data[: len(data) // 2], data[:100], b"nonsense and more", b""):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"The Arrow file .*a\.arrow cannot be read: .+"):
@@ -92,12 +92,12 @@ def test_offsets_that_point_outside_are_damage(tmp_path, stream):
     assert data.count(offset) == 1
     path.write_bytes(data.replace(offset, (2**30).to_bytes(4, "little") + (2002).to_bytes(4, "little")))
     with pytest.raises(InputError, match=r"The Arrow file .*a\.arrow cannot be read: .+"):
-        list(read_table(whole(path), "text"))
+        list(read_table(one_unit(path), "text"))
 
 
 def test_a_file_with_fewer_batches_than_it_had_is_told(tmp_path):
     path = write_arrow(tmp_path / "a.arrow", [["one"]] * 3, stream=False)
-    unit = whole(path)
+    unit = one_unit(path)
     write_arrow(path, [["one"]], stream=False)
     with pytest.raises(InputError, match="has 1 record batch, fewer than the 3 it had"):
         list(read_table(unit, "text"))

@@ -55,15 +55,15 @@ def names(units, root):
 
 
 def test_a_folder_is_walked_in_order_and_what_is_hidden_or_unknown_is_left_out(tmp_path):
-    wanted = ["a.jsonl", "b/1.jsonl.gz", "b/2.ndjson.zst", "b/c/x.txt", "b.ndjson", "d.txt"]
-    for name in [*reversed(wanted), ".hidden.jsonl", ".git/a.txt", "README.md", "b/.a.txt", "_SUCCESS"]:
+    expected = ["a.jsonl", "b/1.jsonl.gz", "b/2.ndjson.zst", "b/c/x.txt", "b.ndjson", "d.txt"]
+    for name in [*reversed(expected), ".hidden.jsonl", ".git/a.txt", "README.md", "b/.a.txt", "_SUCCESS"]:
         touch(tmp_path / name)
     write_megatron(tmp_path / "e", [[[1]]])
     (tmp_path / "link").symlink_to(tmp_path / "b")
     (tmp_path / "z.txt").symlink_to(tmp_path / "README.md")
-    assert names(list_units([tmp_path]), tmp_path) == [*wanted, "e.bin", "z.txt"]
+    assert names(list_units([tmp_path]), tmp_path) == [*expected, "e.bin", "z.txt"]
     assert names(list_units([tmp_path], suffixes=()), tmp_path) == [
-        name for name in [*wanted, "e.bin"] if not name.endswith(".txt")
+        name for name in [*expected, "e.bin"] if not name.endswith(".txt")
     ]
 
 

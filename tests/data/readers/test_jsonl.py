@@ -63,7 +63,7 @@ def expected(lines):
     return documents, bad
 
 
-def whole(path, size=1):
+def one_unit(path, size=1):
     return Unit("jsonl", (str(path),), 0, 1 if path.suffix in set(jsonl.COMPRESSED) else path.stat().st_size, size)
 
 
@@ -99,7 +99,7 @@ def test_compressed_files_of_several_members_give_the_same(tmp_path_factory, rea
 def test_a_bad_line_is_told_with_its_reason_and_the_next_is_read(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n" + line + b'\n{"text": "good"}\n')
-    bad, good = read_jsonl(whole(path), "text")
+    bad, good = read_jsonl(one_unit(path), "text")
     assert isinstance(bad, BadDocument)
     assert (bad.file, bad.line, bad.reason) == (str(path), 2, BAD_LINES[line])
     assert bad.detail
@@ -109,7 +109,7 @@ def test_a_bad_line_is_told_with_its_reason_and_the_next_is_read(tmp_path, line)
 def test_other_fields_may_hold_anything(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": NaN, "b": "\\ud800", "text": "\\u0041", "text2": -Infinity}\n')
-    [document] = read_jsonl(whole(path), "text")
+    [document] = read_jsonl(one_unit(path), "text")
     assert document.value == "A"
 
 
@@ -117,7 +117,7 @@ def test_a_byte_order_mark_is_taken_off_the_file_alone(tmp_path, zstd):
     data = b'\xef\xbb\xbf{"text": "\xef\xbb\xbfone"}\n\xef\xbb\xbf{"text": "two"}\n'
     for name, compress in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)):
         (tmp_path / name).write_bytes(compress(data))
-        document, bad = read_jsonl(whole(tmp_path / name), "text")
+        document, bad = read_jsonl(one_unit(tmp_path / name), "text")
         assert document.value == "\ufeffone"
         assert (bad.line, bad.reason) == (2, "invalid JSON")
 
@@ -164,7 +164,7 @@ def test_bytes_of_documents_add_up_to_the_file(tmp_path, zstd):
     data = b"".join(json.dumps({"text": rng.randbytes(999).hex()}).encode() + b"\n" for _ in range(3000))
     for name, compress in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)):
         (tmp_path / name).write_bytes(compress(data))
-        sizes = [document.bytes for document in read_jsonl(whole(tmp_path / name), "text")]
+        sizes = [document.bytes for document in read_jsonl(one_unit(tmp_path / name), "text")]
         assert sum(sizes) == pytest.approx((tmp_path / name).stat().st_size, abs=2**12)
         assert max(sizes) < sum(sizes) / 1.5  # and not all at once
 
@@ -190,7 +190,7 @@ def test_a_damaged_compressed_file_is_named_and_never_ends_in_silence(tmp_path, 
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(DAMAGE[what](PACK[ending](data)))
     with pytest.raises(InputError, match=rf"a\.jsonl{ending} cannot be read: .+\."):
-        list(read_jsonl(whole(path), "text"))
+        list(read_jsonl(one_unit(path), "text"))
 
 
 def test_a_window_of_two_gib_padding_and_frames_without_content_are_read(tmp_path):
@@ -205,7 +205,7 @@ def test_a_window_of_two_gib_padding_and_frames_without_content_are_read(tmp_pat
     }
     for name, content in written.items():
         (tmp_path / name).write_bytes(content)
-        assert [document.value for document in read_jsonl(whole(tmp_path / name), "text")] == list("012345678")
+        assert [document.value for document in read_jsonl(one_unit(tmp_path / name), "text")] == list("012345678")
 
 
 @pytest.mark.parametrize("where", [slice(10, 20), slice(-8, -4)], ids=["blocks", "checksum"])
@@ -215,7 +215,7 @@ def test_a_gzip_file_changed_inside_is_named(tmp_path, where):
     data[where] = b"\xff" * len(data[where])
     path.write_bytes(data)
     with pytest.raises(InputError, match=r"a\.jsonl\.gz cannot be read: .+\."):
-        list(read_jsonl(whole(path), "text"))
+        list(read_jsonl(one_unit(path), "text"))
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
@@ -227,7 +227,7 @@ def test_lines_that_are_too_long_are_bad_documents_and_those_after_them_are_read
     whole_line = b'{"text": "' + b"x" * 88 + b'"}'  # as long as allowed, without its end
     lines = [good, whole_line[:-1] + b"\n", b"[" + b"0," * 1000 + b"\n", good, b'"' + b" " * 101]
     path.write_bytes(pack(b"".join(lines)))
-    read = [*read_jsonl(whole(path), "text")]
+    read = [*read_jsonl(one_unit(path), "text")]
     assert [(entry.line, getattr(entry, "reason", None)) for entry in read] == [
         (1, None), (2, "invalid JSON"), (3, "too large"), (4, None), (5, "too large")]  # fmt: skip
     assert read[2].detail == "the line has more than 100 bytes"

@@ -17,7 +17,7 @@ ids = st.integers(0, 127)  # in every dtype
 documents = st.lists(st.lists(st.lists(ids, max_size=5), max_size=3), min_size=1, max_size=12)
 
 
-def whole(path):
+def one_unit(path):
     return Unit("megatron", (str(path),), 0, open_index(str(path)).documents, path.stat().st_size)
 
 
@@ -36,7 +36,7 @@ def test_units_of_any_size_give_every_document_once_in_order(tmp_path_factory, r
 
 def test_ids_are_a_copy_with_the_dtype_of_the_file(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1, 65535], [7]], [[2]]])
-    first, second = read_megatron(whole(path))
+    first, second = read_megatron(one_unit(path))
     assert type(first.value) is np.ndarray
     assert first.value.dtype == np.uint16
     assert first.value.tolist() == [1, 65535, 7]
@@ -51,7 +51,7 @@ def test_sequences_may_lie_anywhere_in_the_bin(tmp_path, read_all):
     data[HEADER + 12 : HEADER + 36] = np.array([8, 1, 0], "<i8").tobytes()
     (tmp_path / "a.idx").write_bytes(data)
     ids = [int.from_bytes(path.read_bytes()[place : place + 4], "little") for place in (8, 1, 0)]
-    assert read_all([whole(path)]) == ([(1, ids[:2]), (2, ids[2:])], [])
+    assert read_all([one_unit(path)]) == ([(1, ids[:2]), (2, ids[2:])], [])
 
 
 def put(offset, code, value):
@@ -85,7 +85,7 @@ DAMAGE = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_index_is_told_before_anything_is_read_outside(tmp_path, what):
     path = write_megatron(tmp_path / "a", [[[1, 2], [3]], [[4, 5]]])
-    unit = whole(path)
+    unit = one_unit(path)
     change, message = DAMAGE[what]
     index = tmp_path / "a.idx"
     assert index.stat().st_size == 94
@@ -96,7 +96,7 @@ def test_a_damaged_index_is_told_before_anything_is_read_outside(tmp_path, what)
 
 def test_documents_that_fall_are_damage(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1], [2]], [[3]], []])
-    unit, index = whole(path), tmp_path / "a.idx"
+    unit, index = one_unit(path), tmp_path / "a.idx"
     index.write_bytes(index.read_bytes()[:-32] + np.array([0, 3, 1, 3], "<i8").tobytes())
     with pytest.raises(InputError, match="document indices must rise from 0 to 3"):
         next(read_megatron(unit))
@@ -107,12 +107,12 @@ def test_a_bin_that_was_cut_is_told(tmp_path, size):
     path = write_megatron(tmp_path / "a", [[[1, 2], [3]], [[4, 5]]])
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(InputError, match=f"but its .bin has {size} bytes"):
-        next(read_megatron(whole(path)))
+        next(read_megatron(one_unit(path)))
 
 
 def test_missing_files_and_fewer_documents_are_told(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1]], [[2]]])
-    unit = whole(path)
+    unit = one_unit(path)
     write_megatron(tmp_path / "a", [[[1]]])
     with pytest.raises(InputError, match="has 1 document, fewer than the 2 it had"):
         next(read_megatron(unit))

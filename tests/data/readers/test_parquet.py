@@ -17,7 +17,7 @@ def write(path, texts, rows=4, kind=None, **options):
     return path
 
 
-def whole(path):
+def one_unit(path):
     return Unit("parquet", (str(path),), 0, count_pieces(str(path)), path.stat().st_size)
 
 
@@ -43,7 +43,7 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path):
     path = write(
         tmp_path / "a.parquet", chats, 700, pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     )
-    entries = list(read_table(whole(path), "text"))
+    entries = list(read_table(one_unit(path), "text"))
     assert [document.value for document in entries] == chats
     assert sum(document.bytes for document in entries) == path.stat().st_size
 
@@ -63,13 +63,13 @@ def test_values_that_stand_for_much_are_read_as_others(tmp_path, monkeypatch, ki
     chats = [maps if pa.types.is_map(kind.value_type) else [message | {"n": n}, {**message, "content": str(n % 7)}]
              for n in range(300)]  # fmt: skip
     path = write(tmp_path / "a.parquet", chats, rows, kind, store_schema=store_schema)
-    assert [document.value for document in read_table(whole(path), "text")] == chats
+    assert [document.value for document in read_table(one_unit(path), "text")] == chats
 
 
 def test_damage_is_told_with_the_name_of_the_file(tmp_path):
     path = write(tmp_path / "a.parquet", ["one " * 9999, "two"], compression="none", use_dictionary=False)
     data = path.read_bytes()
-    unit = whole(path)
+    unit = one_unit(path)
     for content in (data[: len(data) // 2], b"nonsense", b"", b"PAR1" + bytes(20_000) + data[20_004:]):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"The Parquet file .*a\.parquet cannot be read: .+"):
@@ -79,7 +79,7 @@ def test_damage_is_told_with_the_name_of_the_file(tmp_path):
 def test_a_page_with_a_wrong_checksum_is_damage(tmp_path):
     path = tmp_path / "a.parquet"
     write(path, ["one " * 9999], compression="none", use_dictionary=False, write_page_checksum=True)
-    unit, data = whole(path), path.read_bytes()
+    unit, data = one_unit(path), path.read_bytes()
     path.write_bytes(data[:9000] + b"two " + data[9004:])
     with pytest.raises(InputError, match="checksum"):
         list(read_table(unit, "text"))
@@ -87,7 +87,7 @@ def test_a_page_with_a_wrong_checksum_is_damage(tmp_path):
 
 def test_a_file_with_fewer_row_groups_than_it_had_is_told(tmp_path):
     path = write(tmp_path / "a.parquet", ["one"] * 12)
-    unit = whole(path)
+    unit = one_unit(path)
     write(path, ["one"] * 4)
     with pytest.raises(InputError, match="has 1 row group, fewer than the 3 it had"):
         list(read_table(unit, "text"))

@@ -79,7 +79,7 @@ COLLECTIVES = {
     },
 }  # fmt: skip
 # Kernel launches of one layer, forward and backward, in the micro-batch in which it also reduces its gradients.
-LAUNCHES = {"h200": (56, 114), "mi300x": (105, 223)}
+LAUNCHES = {"h200": (58, 114), "mi300x": (107, 223)}
 LAYERS = {"h200": 2, "mi300x": 1}  # of an iteration: with FSDP on NVIDIA, the loop is double-buffered
 SPILLS = {"h200": {"grouped_swiglu_backward": 32}, "mi300x": {}}  # bytes on NVIDIA
 
@@ -258,8 +258,8 @@ def test_the_command_prints_a_summary_and_then_what_the_compiler_says(capsys, mo
     arguments = ["--config", "configs/tiny.yaml", "model.num_layers=1", "--dry-run", "--devices", "1"]
     assert main([*arguments, "--compile-for", "h100"]) == 0
     heading, summary, details = capsys.readouterr().out.split("\n\n")
-    assert heading.startswith("1 device, h100: 85 GB")
-    assert "predictions" in heading
+    assert heading.startswith("Times are ranges, since no h100 was measured: ")
+    assert "\n1 device, h100: 85 GB" in heading
     assert summary.startswith("Phase train: fits, ")
     assert "predicted: " in summary
     for part in ("memory per device", "predicted time", "launches", "collectives: none", "costliest", "registers"):

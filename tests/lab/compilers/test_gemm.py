@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.lab.compilers.test_compiled import need_stand_ins
-from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE
+from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.__main__ import main
 
 pytestmark = pytest.mark.compilers
@@ -20,7 +20,6 @@ def test_every_product_compiles_and_has_a_prediction(gpu, tmp_path, capsys):
     assert {row["family"] for row in rows} == {"square", "stride", "model", "experts", "newton_schulz", "attention"}
     assert all(row["launches"] >= 1 and row["predicted_flops_per_second"] > 0 for row in rows)
     large = next(row for row in rows if row["name"] == "1024")
-    fastest = ASSUMPTIONS.matmul * HARDWARE[gpu].peak
     assert large["launches"] == 1
-    assert 0.3 * fastest < large["predicted_flops_per_second"] <= 1.001 * fastest
+    assert 0.1 * HARDWARE[gpu].peak < large["slowest"] <= large["predicted_flops_per_second"] < HARDWARE[gpu].peak
     assert "predicted TFLOP/s" in capsys.readouterr().out

@@ -2,11 +2,16 @@
 
 import json
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from zaya_jax.errors import InputError
 from zaya_jax.lab.predict.compilers import kernels as module
+from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import parse
 from zaya_jax.lab.predict.compilers.kernels import CompiledProgram, requested
-from zaya_jax.lab.predict.compilers.resources import KernelResources
+from zaya_jax.lab.predict.compilers.resources import KernelResources, resource_cells, waves_per_simd
 from zaya_jax.machine.__main__ import main
 
 # Two launches, one of them in a loop: 3 × 256 and 2 × 256 bytes each time.
@@ -69,6 +74,44 @@ def test_a_missing_compiler_is_an_error_with_the_command_that_installs_it(monkey
 def test_an_unknown_gpu_is_an_error(capsys):
     assert main(["kernels", "--compile-for", "h300"]) == 2
     assert "must be one of h100, h200, mi300x, mi355x" in capsys.readouterr().err
+
+
+@settings(max_examples=200)
+@given(gpu=st.sampled_from(["mi300x", "mi355x"]), registers=st.integers(1, 512) | st.integers(1, 64),
+       scalars=st.integers(1, 112), granules=st.integers(0, 4) | st.integers(0, 128),
+       log_waves=st.integers(0, 3))  # fmt: skip
+def test_as_many_waves_run_as_registers_and_shared_memory_allow(gpu, registers, scalars, granules, log_waves):
+    waves, unit = 2**log_waves, {"mi300x": 512, "mi355x": 1280}[gpu]  # LLVM's granule of shared memory
+    kernel = KERNEL._replace(registers=registers, scalars=scalars, shared=granules * unit, threads=64 * waves)
+
+    def fits(blocks):
+        on_simd = -(-blocks * waves // 4)
+        return (on_simd <= 8 and on_simd * -(-registers // 8) * 8 <= 512 and on_simd * -(-scalars // 16) * 16 <= 800
+                and blocks * granules <= 128)  # fmt: skip
+
+    found, limit = waves_per_simd(kernel, GPUS[gpu])
+    blocks = found * 4 / waves
+    assert blocks == int(blocks)
+    assert fits(int(blocks))
+    assert not fits(int(blocks) + 1)
+    assert limit in {"waves", "vector registers", "scalar registers", "shared memory"}
+
+
+@pytest.mark.parametrize(
+    ("change", "waves"),
+    [
+        ({}, "4, vector registers"),
+        ({"registers": 129}, "3, vector registers"),
+        ({"registers": 72}, "7, vector registers"),
+        ({"registers": 32}, "8, waves"),
+        ({"registers": 32, "scalars": 97}, "7, scalar registers"),
+        ({"shared": 32768}, "2, shared memory"),
+    ],
+)
+def test_the_table_says_what_limits_the_waves(change, waves):
+    kernel = KERNEL._replace(**{"registers": 128, "scalars": 96, "threads": 256, **change})
+    assert resource_cells(kernel, "mi300x")[-1] == waves
+    assert resource_cells(kernel, "h200")[-1] == "256"
 
 
 def test_only_names_choose_the_cases():

@@ -213,7 +213,7 @@ def test_two_collectives_share_the_network_and_hide_behind_work_once():
 
 KERNEL = """\
   %x = bf16[32768,2048]{1,0} parameter(2)
-  %w = bf16[2,2048,4096]{2,1,0} parameter(3)
+  %w = bf16[3,2,2048,4096]{3,2,1,0} parameter(3)
   %call = bf16[32768,4096]{1,0} custom-call(%x, %w), custom_call_target="__gpu$xla.gpu.triton", \
 metadata={op_name="jit(train_step)/grouped_product/pallas_call"}
 """
@@ -227,6 +227,23 @@ def test_padded_rows_of_the_experts_cost_nothing():
     weights = 2 * 2 * 2048 * 4096
     assert (full.flops, full.bytes) == (2 * 32768 * 2048 * 4096, weights + 2 * 32768 * (2048 + 4096))
     assert (eighth.flops, eighth.bytes) == (full.flops / 8, weights + (full.bytes - weights) / 8)
+
+
+KEPT = """\
+  %space = bf16[3,32768,4096]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %w = bf16[3,2,2048,4096]{3,2,1,0} parameter(2)
+  %x = bf16[32768,2048]{1,0} parameter(3)
+  %call = (bf16[32768,2048]{1,0}, bf16[3,32768,4096]{2,1,0}) custom-call(%x, %w, %space), \
+custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(train_step)/grouped_swiglu/pallas_call"}
+"""
+
+
+def test_a_kernel_that_writes_a_layer_of_a_stack_moves_that_layer_once():
+    place = parse(TWO_GATHERS.replace("  %copy.1", f"{KEPT}  %copy.1"))
+    space, call = (next(x for x in place.instructions if x.name == name) for name in ("space", "call"))
+    assert instruction_work(place, space) is None  # memory alone
+    assert instruction_work(place, call).bytes == 2 * (2 * 2048 * 4096 + 32768 * (2048 + 2048 + 4096))
+    assert instruction_work(place, call).flops == 2 * 32768 * 2048 * 4096
 
 
 @pytest.mark.parametrize(("dtype", "peak"), [("bf16", 989e12), ("f32", 494.7e12)])

@@ -131,7 +131,7 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
     params, leaves = program.abstract_state.params, program.placement.leaves
     shards = {name: device_bytes(x) for name, x in params.items()}
     # The layers reduce the gradients of their matrices.
-    of_micro_batch = sum(shards[name] if leaves[name].in_layer else 4 * x.size for name, x in params.items())
+    of_micro_batch = sum(shards[name] if leaves[name].reduced_in_layers else 4 * x.size for name, x in params.items())
     assert kept["micro_batch"].gradients == of_micro_batch + sum(shards.values())
     assert kept["micro_batch"].gradients < 0.5 * kept["step"].gradients
 

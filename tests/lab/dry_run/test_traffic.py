@@ -119,8 +119,8 @@ def test_layers_gather_for_both_passes_and_hide_what_they_move_in_a_single_micro
     program = simulated_programs(load_config("configs/zaya1_8b.yaml"), 1024)
     transfers = estimate_phase(program, 0, None).transfers
     hidden = {transfer.what: transfer.bytes for transfer in transfers if transfer.hidden}
-    placement = program[0].placement
-    experts = sum(math.prod(shape) for name, shape in shapes(program[0].model).items() if placement.leaves[name].expert)
+    sizes, leaves = shapes(program[0].model), program[0].placement.leaves
+    experts = sum(math.prod(shape) for name, shape in sizes.items() if leaves[name].gathered_in_layers)
     assert hidden["parameters"] == pytest.approx(4 * experts * 1023 / 1024)  # bf16 twice
     assert hidden["gradients"] == pytest.approx(hidden["parameters"], rel=0.03)  # fp32 once, attention's as well
     exposed = sum(transfer.bytes for transfer in transfers if not transfer.hidden)

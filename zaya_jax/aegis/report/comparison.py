@@ -101,13 +101,8 @@ def _batch(run: RunData) -> Line:
 LEARNING_RATE = Comparison("Learning rate", "learning rate of the matrices", ["learning_rate"], is_setting=True)
 BATCH = Comparison("Batch", "tokens per step, with padding", [_batch], is_setting=True, integers="xy")
 GRAD_NORM = Comparison("Gradient norm", "gradient norm before clipping", ["grad_norm"], scale="log")
-TOKENS_PER_SECOND = Comparison(
-    "Throughput",
-    "tokens/s",
-    ["tokens_per_second"],
-    timings=True,
-    note="Tokens in the loss over the time of the step, without evaluation, saving and compilation.",
-)
+_THROUGHPUT = "Tokens in the loss over the time of the step, without evaluation, saving and compilation."
+TOKENS_PER_SECOND = Comparison("Throughput", "tokens/s", ["tokens_per_second"], timings=True, note=_THROUGHPUT)
 DATA_WAIT = Comparison(
     "Data wait",
     "wait for the batch (ms per step)",
@@ -116,13 +111,8 @@ DATA_WAIT = Comparison(
     note="The wait happens while the previous step runs; only a wait longer than a step costs time.",
 )
 MFU = Comparison("MFU", "model FLOPs utilization (%)", [lambda run: scaled(run.timings.line("mfu"), 100)], timings=True)
-FLOPS = Comparison(
-    "Model FLOP/s",
-    "model FLOP/s",
-    ["flops_per_second"],
-    timings=True,
-    note="MFU is not shown: the peak FLOP/s of these devices is not known.",
-)
+_NO_MFU = "MFU is not shown: the peak FLOP/s of these devices is not known."
+FLOPS = Comparison("Model FLOP/s", "model FLOP/s", ["flops_per_second"], timings=True, note=_NO_MFU)
 ENTROPY = Comparison(
     "Entropy of the expert load",
     "entropy over its maximum",

@@ -39,7 +39,6 @@ class Line:
     """Values by step; NaN stands for a value that was not finite."""
 
     def __init__(self, steps: Iterable[int] = (), values: Iterable[float] = ()) -> None:
-        """Start with these values."""
         self.steps, self.values = array("q", steps), array("d", values)
 
     def add(self, step: int, value: float) -> None:

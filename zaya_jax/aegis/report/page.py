@@ -33,17 +33,10 @@ class Text(NamedTuple):
 Block = Plot | Table | Text | str  # a str is a sentence
 
 
-class Section(NamedTuple):
-    """A section of the page."""
-
-    title: str
-    blocks: list[Block]
-
-
 def render(runs: Sequence[RunData], config: str | None = None) -> str:
     """Return the page about at least one run; `InputError` if the file `config`, to compare with, is invalid."""
     sections = _make_sections(runs, config)
-    plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
+    plots = [block for blocks in sections.values() for block in blocks if isinstance(block, Plot)]
     axes = [make_or({}, lambda run: run.axes, run) for run in runs]
     data = {"figures": [plot.figure for plot in plots], "axes": axes}
     figures = json.dumps(data, allow_nan=False, separators=(",", ":"), default=list)
@@ -64,7 +57,7 @@ def render(runs: Sequence[RunData], config: str | None = None) -> str:
     )
 
 
-def _make_sections(runs: Sequence[RunData], config: str | None) -> list[Section]:
+def _make_sections(runs: Sequence[RunData], config: str | None) -> dict[str, list[Block]]:
     compared = [tables.from_file(runs, config)] if config is not None else []  # an invalid file ends the command
 
     def every(*makers: Callable[[Sequence[RunData]], Any]) -> list[Block]:
@@ -83,8 +76,7 @@ def _make_sections(runs: Sequence[RunData], config: str | None) -> list[Section]
             *each(run_page.expert_load, run_page.entropy_by_layer),
             *every(comparison.SKIP_RATE.plot, comparison.BIAS_RANGE.plot),
         ],
-        "Gradients and updates": every(comparison.GRAD_NORM.plot)
-        + each(run_page.gradient_norms, run_page.update_norms),
+        "Gradients and updates": every(comparison.GRAD_NORM.plot) + each(run_page.norms),
         "Reliability": each(run_page.goodput, tables.faults, tables.skipped_steps, tables.checkpoints),
         "Evaluations and samples": each(tables.evaluations, _samples),
         "Configuration": [
@@ -93,11 +85,10 @@ def _make_sections(runs: Sequence[RunData], config: str | None) -> list[Section]
             *each(tables.from_parents, tables.changes, _config),
         ],
     }
-    return [Section(title, blocks) for title, blocks in sections.items() if blocks]
+    return {title: blocks for title, blocks in sections.items() if blocks}
 
 
 def _named(block: Block, run: RunData, runs: Sequence[RunData]) -> Block:
-    """Return a block that names its run, if there are several."""
     if len(runs) == 1:
         return block
     return f"{run.name}: {block}" if isinstance(block, str) else block._replace(title=f"{run.name}: {block.title}")

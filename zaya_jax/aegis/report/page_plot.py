@@ -8,19 +8,7 @@ from zaya_jax.aegis.report.curves import Line, significant, thin
 from zaya_jax.run.figures import FAINT, smoothed
 
 # A color means the same run, source or role in all plots. Color-blind readers can distinguish the first ones.
-_COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#7f3c8d",
-    "#7a7a7a",
-    "#8c6d31",
-    "#b3261e",
-    "#c4c4c4",
-)
+_COLORS = ("0072b2", "d55e00", "009e73", "cc79a7", "e69f00", "56b4e9", "7f3c8d", "7a7a7a", "8c6d31", "b3261e", "c4c4c4")
 _PARTS = 50  # parts of a run that a smoothed line is a mean over
 _ROW, _LEGEND = 20, 240  # pixels of a name in the legend, and of the highest legend
 _MARKERS = 60  # at most, so that they stay distinguishable
@@ -41,7 +29,7 @@ class Plot(NamedTuple):
 
 def color(index: int) -> str:
     """Return the color of a run, source or role."""
-    return _COLORS[index % len(_COLORS)]
+    return f"#{_COLORS[index % len(_COLORS)]}"
 
 
 def plain(name: str) -> str:

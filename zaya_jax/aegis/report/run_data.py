@@ -150,8 +150,8 @@ def _read(run: Run, index: int, name: str) -> RunData:
     metrics, timings = History(folder / METRICS), History(folder / TIMINGS)
     problems += filter(None, (metrics.problem, timings.problem))
     if not metrics.steps:
-        why = f"{METRICS} is missing, empty or damaged. Train the run, or wait for its first step."
-        raise InputError(f"{folder} has no steps yet: {why}")
+        reason = f"{METRICS} is missing, empty or damaged. Train the run, or wait for its first step."
+        raise InputError(f"{folder} has no steps yet: {reason}")
     config, changes, nodes = read_config(folder), list[dict[str, Any]](), dict[str, dict[str, Any]]()
     try:
         changes = run.changes

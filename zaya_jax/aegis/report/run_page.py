@@ -1,6 +1,7 @@
 """Plots of one run: losses by source, norms by role, experts by layer, and where the time went."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from zaya_jax.aegis.goodput import BUCKETS
@@ -42,25 +43,17 @@ def bits_per_byte(run: RunData) -> Plot | str:
     return Plot("Held-out bits per byte", make_figure(traces, "held-out loss (bits/byte)", boundaries=run.boundaries))
 
 
-def gradient_norms(run: RunData) -> Plot | str:
-    """Plot the norm of the gradient of each role of parameters."""
-    return _norms(run, "grad_norm_by_role", "Gradient norm by role")
-
-
-def update_norms(run: RunData) -> Plot | str:
-    """Plot the norm of the update of each role of parameters."""
-    return _norms(run, "update_norm_by_role", "Update norm by role")
-
-
-def _norms(run: RunData, metric: str, title: str) -> Plot | str:
-    traces: list[dict[str, Any]] = []
-    for index, role in enumerate(dict.fromkeys([*_ROLES, *run.metrics.parts(metric)])):
-        line = run.metrics.line(metric, role)
-        if any(value > 0 for value in line.values):  # the axis is logarithmic
-            traces += noisy(line, role, color(index), run.index)
-    if not traces:
-        return f"{title} is not shown: {METRICS} does not record it."
-    return Plot(title, make_figure(traces, title.lower(), scale="log", boundaries=run.boundaries))
+def norms(run: RunData) -> Iterator[Plot | str]:
+    """Plot the norms of the gradient and of the update of each role of parameters."""
+    for metric, title in (("grad_norm_by_role", "Gradient norm"), ("update_norm_by_role", "Update norm")):
+        traces = list[dict[str, Any]]()
+        for index, role in enumerate(dict.fromkeys([*_ROLES, *run.metrics.parts(metric)])):
+            line = run.metrics.line(metric, role)
+            if any(value > 0 for value in line.values):  # the axis is logarithmic
+                traces += noisy(line, role, color(index), run.index)
+        figure = make_figure(traces, f"{title.lower()} by role", scale="log", boundaries=run.boundaries)
+        absent = f"{title} by role is not shown: {METRICS} does not record it."
+        yield Plot(f"{title} by role", figure) if traces else absent
 
 
 def entropy_by_layer(run: RunData) -> Plot | str:

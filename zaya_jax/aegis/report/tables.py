@@ -15,7 +15,7 @@ from zaya_jax.config.weight_source import HF
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import CONFIG, read_config
-from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity
+from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity, same
 
 _MOST = 200  # rows of a table
 Facts = Iterator[tuple[str, str]]  # label and text
@@ -31,7 +31,7 @@ def overview(runs: Sequence[RunData]) -> Table:
 
 def _facts(run: RunData) -> Facts:
     """Yield what can be said; damage in one file costs what is made of it."""
-    for facts in (_state, _losses, _training_loss, _speed, _mean_speed, _supervision, _skipped, _checkpoints, _model):
+    for facts in (_state, _losses, _training_loss, _speed, _supervision, _skipped, _checkpoints, _model):
         with contextlib.suppress(*DAMAGE):
             yield from facts(run)
 
@@ -69,9 +69,6 @@ def _speed(run: RunData) -> Facts:
     yield "tokens, with padding", _whole(run.metrics.last("tokens_seen"))
     seconds = sum(run.timings.line("seconds").finite)
     yield "time in steps", duration(seconds) if seconds else NONE
-
-
-def _mean_speed(run: RunData) -> Facts:
     yield "tokens/s", _whole(_mean(run, "tokens_per_second"))
     yield "MFU", percent(_mean(run, "mfu"))
 
@@ -144,7 +141,7 @@ def checkpoints(run: RunData) -> Table:
         return row["problem"] or ", ".join(flags) or NONE
 
     size, heldout = quantity("size", unit=1e6), _digits("heldout_loss")
-    columns = _same("step", "phase", "tokens") | {"held-out (nats/token)": heldout, "size (MB)": size, "notes": notes}
+    columns = same("step", "phase", "tokens") | {"held-out (nats/token)": heldout, "size (MB)": size, "notes": notes}
     remarks = [f"Quarantined: {', '.join(run.quarantined)}."] if run.quarantined else []
     if len(run.checkpoints) > _MOST:
         remarks.append(f"This table shows the last {_MOST} of {len(run.checkpoints):,}.")
@@ -156,7 +153,7 @@ def faults(run: RunData) -> list[Table]:
     """List the faults that supervisors saw, and how each supervisor ended."""
     rows = [{"node": name, **fault} for name, node in run.nodes.items() for fault in node["faults"]]
     ends = [{"node": name, **node["verdict"]} for name, node in run.nodes.items() if node["verdict"]]
-    columns = {**_same("time", "node"), "class": "fault", "fault": "code", "process": "rank", "after step": "step"}
+    columns = {**same("time", "node"), "class": "fault", "fault": "code", "process": "rank", "after step": "step"}
     columns |= {"action": "action", "detected after (s)": quantity("detect_seconds", unit=1.0)}
     columns |= {"next step after (s)": quantity("recover_seconds", unit=1.0), "evidence": "text"}
     verdict = {"node": "node", "exit code": "exit_code", "meaning": "meaning", "reason": "why"}
@@ -174,7 +171,7 @@ def data(run: RunData) -> Table:
                 remarks.append(f"{name}: {what}: {list_counts(counts)}.")
     unused = {"too long": "too_long", "a single token": "too_short", "never read": "unread", "trimmed": "trimmed"}
     sizes = {"bytes": "bytes", "bytes without a token": "lost_bytes"}
-    columns = _same("source", "split", "documents", "used") | unused | sizes
+    columns = same("source", "split", "documents", "used") | unused | sizes
     return _table("Documents of each source", rows, columns, *remarks)
 
 
@@ -190,7 +187,7 @@ def evaluations(run: RunData) -> list[Table]:
                 tasks.append(origin | {"name": task, "metric": metric.removesuffix(",none")} | value)
     perplexity, nats, bits = quantity("perplexity", unit=1.0), _digits("nats_per_token"), _digits("bits_per_byte")
     losses = {"nats/token": nats, "perplexity": perplexity, "bits/byte": bits}
-    text_columns = {"step": "step", "text": "name", **losses, **_same("tokens", "bytes", "file")}
+    text_columns = {"step": "step", "text": "name", **losses, **same("tokens", "bytes", "file")}
     scores = {"score": _digits("value"), "standard error": _digits("stderr"), "file": "file"}
     task_columns = {"step": "step", "task": "name", "metric": "metric", **scores}
     return [_table("Evaluations of texts", texts, text_columns), _table("Evaluations of tasks", tasks, task_columns)]
@@ -199,10 +196,6 @@ def evaluations(run: RunData) -> list[Table]:
 def _table(title: str, rows: Sequence[Row], columns: Mapping[str, str | Cell], *remarks: str) -> Table:
     more = [f"This table shows the first {_MOST} of {len(rows):,}."] if len(rows) > _MOST else []
     return make_table(title, rows[:_MOST], columns, *remarks, *more)
-
-
-def _same(*keys: str) -> dict[str, str | Cell]:
-    return {key: key for key in keys}
 
 
 def _digits(key: str) -> Cell:
@@ -259,7 +252,6 @@ def changes(run: RunData) -> Table:
 
 
 def _differences(title: str, settings: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Make a table of the keys whose values differ."""
     keys = dict.fromkeys(key for each in settings.values() for key in each)
     texts = {key: [shown(each[key]) if key in each else NONE for each in settings.values()] for key in keys}
     rows = [[key, *values] for key, values in texts.items() if len(set(values)) > 1]

@@ -53,33 +53,33 @@ def parse_conversation(value: Any) -> Conversation:
     return conversation
 
 
-def _parse_message(value: Any, where: str) -> dict[str, Any]:
+def _parse_message(value: Any, location: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is not an object with a role and a content")
+        raise ValueError(f"{location} is not an object with a role and a content")
     if "role" not in value and "from" in value:
-        value = _from_sharegpt(value, where)
+        value = _from_sharegpt(value, location)
     role = value.get("role")
     if not isinstance(role, str):
-        raise ValueError(f"{where} has no role")
+        raise ValueError(f"{location} has no role")
     if role not in ROLES:
-        raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
+        raise ValueError(f"{location} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
     pattern = _REFUSED if role == "assistant" else _REFUSED_OF_OTHERS
     if key := next((key for key, content in value.items() if pattern.fullmatch(key) and content not in OFF), None):
         advice = "write it as tool_calls" if "function_call" in key else "remove it"
-        raise ValueError(f"{where} has a {key}, which is not read; {advice}")
-    message = _with_weight(value, where)
+        raise ValueError(f"{location} has a {key}, which is not read; {advice}")
+    message = _with_weight(value, location)
     if role == "assistant" and value.get("tool_calls"):
         if not isinstance(calls := value["tool_calls"], list):
-            raise ValueError(f"{where} has tool_calls that are {json_kind(calls)}, but must be a list")
-        message["tool_calls"] = [_call(call, f"{where}, tool_calls[{number}]") for number, call in enumerate(calls)]
-    check_pairs(message, where)
+            raise ValueError(f"{location} has tool_calls that are {json_kind(calls)}, but must be a list")
+        message["tool_calls"] = [_call(call, f"{location}, tool_calls[{number}]") for number, call in enumerate(calls)]
+    check_pairs(message, location)
     if "content" in value or role != "assistant" or not value.get("tool_calls"):
-        message["content"] = _content(value, where)
+        message["content"] = _content(value, location)
     if role != "assistant":
         return message
-    reasoning = _reasoning(message, where)
+    reasoning = _reasoning(message, location)
     if not reasoning and (content := message.get("content")):
-        reasoning, message["content"] = _split(content, where)
+        reasoning, message["content"] = _split(content, location)
     return {**message, "reasoning": reasoning} if reasoning else message
 
 
@@ -92,68 +92,68 @@ def unread_keys(conversation: Conversation) -> list[str]:
     return keys
 
 
-def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _from_sharegpt(message: dict[str, Any], location: str) -> dict[str, Any]:
     speaker = message["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT:
-        raise ValueError(f"{where} is from {speaker!r:.50}, which is not one of {', '.join(SHAREGPT)}")
+        raise ValueError(f"{location} is from {speaker!r:.50}, which is not one of {', '.join(SHAREGPT)}")
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     if speaker == "function_call":
-        key = f"{where} (function_call), value"
+        key = f"{location} (function_call), value"
         calls = _from_text(message.get("value"), key)
         calls = [_call(call, key) for call in (calls if isinstance(calls, list) and calls else [calls])]
         return {**rest, "role": SHAREGPT[speaker], "content": None, "tool_calls": calls}
     if not isinstance(message.get("value"), str | list):
-        raise ValueError(f"{where} has a value that is {json_kind(message.get('value'))}, but must be text")
+        raise ValueError(f"{location} has a value that is {json_kind(message.get('value'))}, but must be text")
     return {**rest, "role": SHAREGPT[speaker], "content": message["value"]}
 
 
-def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_weight(message: dict[str, Any], location: str) -> dict[str, Any]:
     """Return a message whose only key of `_WEIGHTS` is a `weight` of 0, if it is not trained."""
     flags = {key: message[key] for key in _WEIGHTS if message.get(key) is not None}
     rest = {key: x for key, x in message.items() if key not in _WEIGHTS}
     for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise ValueError(f"{where} has the {key} {value!r:.50}, but must have 0 or 1 (false or true)")
+            raise ValueError(f"{location} has the {key} {value!r:.50}, but must have 0 or 1 (false or true)")
         if value and message["role"] != "assistant" and key != "weight":  # a weight of 1 is often everywhere
-            raise ValueError(f"{where} has the {key} {value!r}, but only what the assistant writes is trained")
+            raise ValueError(f"{location} has the {key} {value!r}, but only what the assistant writes is trained")
     if len({bool(value) for value in flags.values()}) > 1:
-        raise ValueError(f"{where} has {' and '.join(flags)} that differ")
+        raise ValueError(f"{location} has {' and '.join(flags)} that differ")
     is_untrained = message["role"] == "assistant" and flags and not any(flags.values())
     return {**rest, "weight": 0} if is_untrained else rest
 
 
-def _content(message: dict[str, Any], where: str) -> str | None:
+def _content(message: dict[str, Any], location: str) -> str | None:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant" and message.get("tool_calls"):
         return None  # as transformers passes it to the template
     if not isinstance(content, list):
-        raise ValueError(f"{where} has a content that is neither a string nor a list of text parts")
+        raise ValueError(f"{location} has a content that is neither a string nor a list of text parts")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where} has a content part that is not text")
+            raise ValueError(f"{location} has a content part that is not text")
     return "".join(part["text"] for part in content)
 
 
-def _reasoning(message: dict[str, Any], where: str) -> str:
+def _reasoning(message: dict[str, Any], location: str) -> str:
     """Remove the reasoning from a message and return it; empty if there is none."""
     texts = {key: text for key in REASONING if (text := message.pop(key, None)) is not None}
     if not all(isinstance(text, str) for text in texts.values()):
-        raise ValueError(f"{where} has a reasoning that is not a string")
+        raise ValueError(f"{location} has a reasoning that is not a string")
     texts = {key: text for key, text in texts.items() if text.strip()}
     if len(set(texts.values())) > 1:
-        raise ValueError(f"{where} has a {' and a '.join(texts)} that differ")
+        raise ValueError(f"{location} has a {' and a '.join(texts)} that differ")
     return next(iter(texts.values()), "")
 
 
-def _split(content: str, where: str) -> tuple[str, str]:
+def _split(content: str, location: str) -> tuple[str, str]:
     """Split a content into reasoning and answer; empty reasoning stays where it is."""
     if not content.lstrip().startswith(THINK):
         return "", content
     reasoning, end, answer = content.lstrip().removeprefix(THINK).partition(THINK_END)
     if not end:
-        raise ValueError(f"{where} has a {THINK} without {THINK_END}")
+        raise ValueError(f"{location} has a {THINK} without {THINK_END}")
     return (reasoning.strip("\n"), answer.lstrip("\n")) if reasoning.strip() else ("", content)
 
 
@@ -182,15 +182,15 @@ def parse_tools(value: Any) -> Conversation | None:
     return tools
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, location: str) -> dict[str, Any]:
     """Return a call, or {"name", "arguments"}, as {"function": {"name", "arguments"}} with arguments as an object."""
-    function = _function(call, where)
+    function = _function(call, location)
     kept = {key: call[key] for key in call.keys() - ({"function"} if "function" in call else {"name", "arguments"})}
     others = [key for key in kept if key not in ("id", "type", "index") and kept[key]]
     others += [key for key in function if key not in ("name", "arguments") and function[key]]
     if others:
-        raise ValueError(f"{where} has {others[0]}, which is not read; a call has a name and arguments")
-    key = f"{where}.function.arguments" if "function" in call else f"{where}.arguments"
+        raise ValueError(f"{location} has {others[0]}, which is not read; a call has a name and arguments")
+    key = f"{location}.function.arguments" if "function" in call else f"{location}.arguments"
     arguments = _from_text(function.get("arguments"), key) or {}
     if not isinstance(arguments, dict):
         raise ValueError(f"{key} is {json_kind(arguments)}, but must be an object")
@@ -198,7 +198,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _function(value: Any, where: str) -> dict[str, Any]:
-    """Return the function that a call or a tool names."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {json_kind(value)}, but must be an object")
     function = value.get("function", value)
@@ -230,10 +229,10 @@ def _strings(value: Any) -> Iterator[str]:
             rest.extend(reversed(item))
 
 
-def check_pairs(value: Any, where: str) -> None:
+def check_pairs(value: Any, location: str) -> None:
     """Raise `ValueError` if a string of a JSON value contains half of a surrogate pair."""
     if any(HALF_OF_PAIR.search(text) for text in _strings(value)):
-        raise ValueError(f"{where} contains an unpaired surrogate")
+        raise ValueError(f"{location} contains an unpaired surrogate")
 
 
 def find_special(conversation: Conversation, specials: frozenset[str]) -> str | None:

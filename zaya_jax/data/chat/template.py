@@ -102,17 +102,12 @@ class Template:
         self.source, self.name = source, name
         self.digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
         answer = run_template(source, [])
-        if "syntax" in answer:
-            where, problem = f"has an error in line {answer['line']}", _shorten(answer["syntax"])
-            raise InputError(f"The chat template {name} {where}: {problem}.")
-        if "texts" not in answer:
-            message = _shorten(answer.get("compile") or answer["render"])
-            raise InputError(f"The chat template {name} cannot be compiled: {message}.")
+        if "error" in answer:
+            problem = f"has an error in line {answer['line']}" if "line" in answer else "cannot be compiled"
+            raise InputError(f"The chat template {name} {problem}: {_shorten(answer['error'])}.")
         if not answer["has_generation"]:
-            raise InputError(
-                f"The chat template {name} does not mark assistant turns; put what the assistant writes between "
-                "{% generation %} and {% endgeneration %}."
-            )
+            advice = "put what the assistant writes between {% generation %} and {% endgeneration %}."
+            raise InputError(f"The chat template {name} does not mark assistant turns; {advice}")
 
     def render(
         self,
@@ -156,10 +151,8 @@ class Template:
             if not part.blocks and not part.optional:
                 raise ValueError(f"the chat template does not write the {part.name}")
             if part.blocks == {None} and part.trained:
-                raise ValueError(
-                    f"the chat template writes the {part.name} outside of {{% generation %}}, where it is not trained; "
-                    "put it inside, or give the message a weight of 0"
-                )
+                advice = "where it is not trained; put it inside, or give the message a weight of 0"
+                raise ValueError(f"the chat template writes the {part.name} outside of {{% generation %}}, {advice}")
         return pieces
 
     def _run(self, *renderings: dict[str, Any]) -> list[str]:
@@ -167,9 +160,8 @@ class Template:
             answer = run_template(self.source, list(renderings))
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"the chat template cannot read the conversation: {_shorten(str(error))}") from error
-        if "texts" not in answer:
-            [message] = (answer[key] for key in ("render", "compile", "syntax") if key in answer)
-            raise ValueError(f"the chat template fails: {_shorten(message)}")
+        if "error" in answer:
+            raise ValueError(f"the chat template fails: {_shorten(answer['error'])}")
         return answer["texts"]
 
 

@@ -37,8 +37,8 @@ def run_template(source: str, renderings: list[dict[str, Any]]) -> dict[str, Any
     Each rendering has the `marks` to put around generated text, the `names` that the template can use, and optionally
     the time `now` in seconds, with which `strftime_now` is one of them.
 
-    Return `texts`, one per rendering, and `has_generation`; after an error one of the messages `syntax` (with its
-    `line`), `compile` and `render`. `ValueError` if these are not JSON, `RunStopped` if the process cannot be started.
+    Return `texts`, one per rendering, and `has_generation`; after an error its message as `error`, with the `line` of a
+    wrong syntax. `ValueError` if these are not JSON, `RunStopped` if the process cannot be started.
     """
     return _runner(os.getpid()).ask({"source": source, "renderings": renderings, "seconds": SECONDS})
 
@@ -60,7 +60,7 @@ class _Runner:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         data = json.dumps(request).encode() + b"\n"
         if len(data) > LONGEST_REQUEST:
-            return {"render": f"its input is larger than {LONGEST_REQUEST // 2**20} MiB as JSON"}
+            return {"error": f"its input is larger than {LONGEST_REQUEST // 2**20} MiB as JSON"}
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._close()  # it was killed between requests, so no template is the cause
@@ -73,16 +73,14 @@ class _Runner:
                 return json.loads(answer)
             status = self._close()
         if status == -signal.SIGXCPU:
-            return {"render": f"it takes more than {request['seconds']} s"}
+            return {"error": f"it takes more than {request['seconds']} s"}
         if status < 0:
             name = signal.Signals(-status).name
-            return {"render": f"its process was ended by {name}, perhaps because it ran out of memory"}
+            return {"error": f"its process was ended by {name}, perhaps because it ran out of memory"}
         from zaya_jax.errors import RunStopped
 
-        raise RunStopped(
-            f"The chat template process cannot run: it ended with status {status}. Check that this command works: "
-            f"{sys.executable} -c 'import jinja2'."
-        )
+        advice = f"Check that this command works: {sys.executable} -c 'import jinja2'."
+        raise RunStopped(f"The chat template process cannot run: it ended with status {status}. {advice}")
 
     def _send(self, data: bytes) -> bytes:
         """Return the answer to a request, empty if the process has ended."""
@@ -158,9 +156,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         _, has_generation = _compile(request["source"], ("", ""))
     except jinja2.TemplateSyntaxError as error:
-        return {"syntax": _message(error), "line": error.lineno}
+        return {"error": _message(error), "line": error.lineno}
     except Exception as error:  # Python can reject the code that Jinja generates
-        return {"compile": _message(error)}
+        return {"error": _message(error)}
     texts = []
     for rendering in request["renderings"]:
         names = rendering["names"]
@@ -169,9 +167,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             text = _compile(request["source"], tuple(rendering["marks"]))[0].render(names)
         except Exception as error:  # a template can raise anything
-            return {"render": _message(error)}
+            return {"error": _message(error)}
         if len(text) > LONGEST_TEXT:
-            return {"render": f"it writes more than {LONGEST_TEXT:,} characters"}
+            return {"error": f"it writes more than {LONGEST_TEXT:,} characters"}
         texts.append(text)
     return {"texts": texts, "has_generation": has_generation}
 
@@ -195,7 +193,7 @@ def _reply(line: bytes) -> str:
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + request["seconds"])
         return json.dumps(_answer(request))
     except (MemoryError, RecursionError) as error:
-        return json.dumps({"render": _message(error)})
+        return json.dumps({"error": _message(error)})
 
 
 def main() -> None:

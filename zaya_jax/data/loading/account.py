@@ -8,8 +8,8 @@ import numpy as np
 
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, list_counts
-from zaya_jax.data.loading.batches import heldout_batches, heldout_use
-from zaya_jax.data.loading.document_parts import Use
+from zaya_jax.data.loading.batches import heldout_text
+from zaya_jax.data.loading.document_parts import Tally, Use
 from zaya_jax.data.loading.run_plan import RunPlan
 from zaya_jax.data.loading.sources import Prepared
 from zaya_jax.data.prepare.manifest import SPLITS, SplitEntry
@@ -37,16 +37,14 @@ def account(config: Config, prepared: Prepared, plan: RunPlan) -> dict[str, dict
         limit, manifest = config.evaluation.batches, source.manifest
         shares = [phase.shares[name] for phase in plan.phases if name in phase.shares]
         rows = (share.phase_rows.row(index) for share in shares for index in range(share.rows))
-        batches = heldout_batches(config, prepared, name, limit)
-        found[name] = {
-            "refused": manifest.counts,
-            "unread_files": manifest.unread_files,
-            "phases": [phase.config.name for phase in plan.phases if name in phase.shares],
-            "skipped_rows": _skipped_rows(config, plan, name),
-            "evaluated": any(not phase.mixture or name in phase.mixture for phase in config.phases),
-            "train": _of_split(plan.uses[name], manifest.train, rows),
-            "heldout": _of_split(heldout_use(config, prepared, name, limit), manifest.heldout, batches),
-        }
+        text = heldout_text(config, prepared, name, limit)
+        use = text.use if text else Tally(manifest.heldout.documents).use(0.0)
+        phases = [phase.config.name for phase in plan.phases if name in phase.shares]
+        evaluated = any(not phase.mixture or name in phase.mixture for phase in config.phases)
+        found[name] = {"refused": manifest.counts, "unread_files": manifest.unread_files, "phases": phases}
+        found[name] |= {"skipped_rows": _skipped_rows(config, plan, name), "evaluated": evaluated}
+        found[name]["train"] = _of_split(plan.uses[name], manifest.train, rows)
+        found[name]["heldout"] = _of_split(use, manifest.heldout, text.read() if text else ())
     return found
 
 

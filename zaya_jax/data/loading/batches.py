@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -111,10 +111,8 @@ class TrainBatches(Iterator[Batch]):
         # Over all possible steps, because the run may end before the position.
         step = bisect.bisect_left(range(2**31), sequences, key=lambda step: rows_before(self._config, step))
         if rows_before(self._config, step) != sequences:
-            raise InputError(
-                f"The saved position, after {sequences} rows, is not a whole number of steps: the batch size of a "
-                "phase that has started was changed. Restore it, or start a new run_dir."
-            )
+            why = "the batch size of a phase that has started was changed. Restore it, or start a new run_dir."
+            raise InputError(f"The saved position, after {sequences} rows, is not a whole number of steps: {why}")
         self._batches.close()
         self._step = step
         self._batches = self._start()
@@ -170,63 +168,56 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
     return TrainBatches(config, plan_run(config, prepared), shares)
 
 
-class HeldoutText(NamedTuple):
-    """The part of a source's held-out text that the held-out loss covers."""
-
-    use: Use  # of the documents
-    text_bytes: int  # UTF-8 bytes covered by the loss
-    all_bytes: int
-
-
 def heldout_batches(
     config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
 ) -> Iterator[Batch]:
-    """Yield batches [evaluation.batch_size, s] of a source's held-out split in its natural order, each document once.
+    """Return batches [evaluation.batch_size, s] of a source's held-out split in its natural order, each document once.
 
     The last batch is filled with padding rows. There is none if no phase reads the source. `limit`, if any, is the
     maximum number of batches, evenly spaced over the split; `phase` is the index of the trained phase, or None (last).
     """
-    heldout = _open_heldout(config, prepared, name, limit, phase)
-    if heldout is None:
-        return
-    for indices in heldout.batches:
-        batch = [heldout.packed.rows.row(0, row) for row in indices]
-        padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
-        yield _stack(batch + [padding] * (config.evaluation.batch_size - len(batch)))
-
-
-def heldout_text(
-    config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
-) -> HeldoutText | None:
-    """Measure the text that `heldout_batches` covers with the same arguments; None if no phase reads the source."""
-    heldout = _open_heldout(config, prepared, name, limit, phase)
-    if heldout is None:
-        return None
-    size = sum(_part_bytes(prepared.tokenizer, heldout.documents[part.document], part) for part in heldout.parts())
-    return HeldoutText(heldout.use, size, heldout.text_bytes)
-
-
-def heldout_use(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Use:
-    """Count the documents that `heldout_batches` covers in the last phase."""
-    heldout = _open_heldout(config, prepared, name, limit, None)
-    return Tally(prepared.sources[name].manifest.heldout.documents).use(0.0) if heldout is None else heldout.use
+    text = heldout_text(config, prepared, name, limit, phase)
+    return text.read() if text else iter(())
 
 
 @dataclasses.dataclass(frozen=True)
-class _Heldout:
+class HeldoutText:
+    """The part of a source's held-out text that the held-out loss covers."""
+
+    tokenizer: Tokenizer
     documents: Documents
     packed: PackedEpoch
     batches: list[range]  # of rows
-    text_bytes: int  # UTF-8 bytes of all documents
+    batch_size: int  # rows of a batch, of which the last one may have fewer
+    all_bytes: int  # UTF-8 bytes of all documents
     trimmed: int  # number of conversations
 
+    def read(self) -> Iterator[Batch]:
+        """Yield the batches, see `heldout_batches`."""
+        for indices in self.batches:
+            batch = [self.packed.rows.row(0, row) for row in indices]
+            padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
+            yield _stack(batch + [padding] * (self.batch_size - len(batch)))
+
+    @functools.cached_property
+    def loaded(self) -> list[Batch]:
+        """The batches, in memory."""
+        return list(self.read())
+
+    @functools.cached_property
     def parts(self) -> list[DocumentPart]:
-        """List the parts of documents in the rows of all batches."""
+        """The parts of documents in the rows of all batches."""
         return [part for indices in self.batches for row in indices for part in self.packed.rows.parts(0, row)]
 
     @functools.cached_property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes covered by the loss."""
+        return sum(_part_bytes(self.tokenizer, self.documents[part.document], part) for part in self.parts)
+
+    @functools.cached_property
     def use(self) -> Use:
-        lengths, parts = self.documents.lengths, self.parts()
+        """The use of the documents."""
+        lengths, parts = self.documents.lengths, self.parts
         covered = {part.document for part in parts if part.stop - part.start > 1}
         tally = Tally(len(lengths))
         tally.add(lengths, self.packed.left_out, np.array(sorted(covered), np.int64), self.trimmed)
@@ -234,10 +225,10 @@ class _Heldout:
         return tally.use(predicted / max(int(np.maximum(lengths - 1, 0).sum()), 1))
 
 
-def _open_heldout(
-    config: Config, prepared: Prepared, name: str, limit: int | None, phase: int | None
-) -> _Heldout | None:
-    """Open the rows of `heldout_batches`; None if no phase reads the source."""
+def heldout_text(
+    config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
+) -> HeldoutText | None:
+    """Open the text that `heldout_batches` covers with the same arguments; None if no phase reads the source."""
     source = prepared.sources[name]
     settings = heldout_phase(config, source, len(config.phases) - 1 if phase is None else phase)
     if settings is None:
@@ -250,7 +241,7 @@ def _open_heldout(
     chosen = [batches[index * len(batches) // count] for index in range(count)]
     counts = manifest.counts if source.manifest.kind == "chat" else {}
     trimmed = trimmed_documents(packed.counts, counts)
-    return _Heldout(documents, packed, chosen, manifest.heldout.text_bytes, trimmed)
+    return HeldoutText(prepared.tokenizer, documents, packed, chosen, size, manifest.heldout.text_bytes, trimmed)
 
 
 def _part_bytes(tokenizer: Tokenizer, text: Text, part: DocumentPart) -> int:

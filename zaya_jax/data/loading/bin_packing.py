@@ -31,7 +31,7 @@ def pack(sizes: np.ndarray, capacity: int) -> Bins:
     ties between equally full bins go to the one that reached that level last. A million items take about a second.
     """
     order = np.argsort(-sizes.astype(np.int64), kind="stable")
-    bin_of = np.empty(len(order), np.int64)
+    bin_numbers = np.empty(len(order), np.int64)
     opened = 0
     by_room: dict[int, list[int]] = {}  # free room → stack of the bins that have it
     rooms: list[int] = []  # its keys, ascending
@@ -45,12 +45,12 @@ def pack(sizes: np.ndarray, capacity: int) -> Bins:
             chosen = by_room[room].pop()
             if not by_room[room]:
                 del by_room[room], rooms[place]
-        bin_of[item] = chosen
+        bin_numbers[item] = chosen
         if left := room - size:
             if left not in by_room:
                 by_room[left] = []
                 insort(rooms, left)
             by_room[left].append(chosen)
-    by_bin = np.argsort(bin_of, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(bin_of))])
+    by_bin = np.argsort(bin_numbers, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(bin_numbers))])
     return Bins(members=order[by_bin], starts=starts.astype(np.int64))

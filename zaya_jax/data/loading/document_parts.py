@@ -25,13 +25,12 @@ class Items(NamedTuple):
         stride = int(max(originals.start.max(), self.start.max())) + 1
         keys = originals.document * stride + originals.start
         order = np.argsort(keys, kind="stable")
-        wanted = self.document * stride + self.start
-        place = order[np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)]
-        trimmed = (keys[place] == wanted) & (self.length == most)
+        next_keys = self.document * stride + self.start
+        place = order[np.minimum(np.searchsorted(keys[order], next_keys), len(keys) - 1)]
+        trimmed = (keys[place] == next_keys) & (self.length == most)
         return self._replace(length=np.where(trimmed, originals.length[place], self.length))
 
     def __add__(self, other: "Items") -> "Items":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Concatenate two lists of items."""
         return Items(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 

@@ -86,16 +86,15 @@ class Windows(_PackedRows):
         self._lanes = max(1, min(lanes, self.per_epoch))
 
     def row(self, epoch: int, index: int) -> Row:
-        """Return row `index` of an epoch.
+        """Return row `index` of an epoch: arrays of shape [s].
 
-        Returns:
-          Arrays of shape [s]. `tokens` int32: input token ids. `targets` int32: the next token of each.
-          `segment_ids` int32: 1, 2, 3, … for the items in the row, 0 for padding. `positions` int32: from 0 in each
-          item. `loss_mask` bool: whether the loss covers the target, which must belong to the same item as the token.
+        `tokens` int32: input token ids. `targets` int32: the next token of each. `segment_ids` int32: 1, 2, 3, … for
+        the items in the row, 0 for padding. `positions` int32: from 0 in each item. `loss_mask` bool: whether the loss
+        covers the target, which must belong to the same item as the token.
         """
         tokens, segments, positions, mask = self._fill(self._read(self.parts(epoch, index)), self._context + 1)
-        inside = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
-        arrays = tokens[:-1], tokens[1:], segments[:-1], positions[:-1], inside & mask[1:]
+        continues = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
+        arrays = tokens[:-1], tokens[1:], segments[:-1], positions[:-1], continues & mask[1:]
         return dict(zip(_ARRAYS, arrays, strict=True))
 
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:

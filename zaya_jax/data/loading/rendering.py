@@ -24,9 +24,10 @@ from zaya_jax.data.prepare.manifest import (
     verify_files,
 )
 from zaya_jax.data.prepare.preparation import TOKENIZER, write_merged
-from zaya_jax.data.prepare.shard_conversion import Conversion, Record, Skipped, refuse_in_worker, remove_notes
+from zaya_jax.data.prepare.shard_conversion import Conversion, Record, refuse_in_worker, remove_notes
 from zaya_jax.data.prepare.shards import Records, pack_text, token_dtype
 from zaya_jax.data.prepare.workers import watch
+from zaya_jax.data.readers.documents import BadDocument
 from zaya_jax.data.special_tokens import SpecialTokens, other_tokens
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import locked, write_atomically
@@ -46,7 +47,7 @@ class RenderWork:
     folder: Path  # prepared conversations
     split: Split
 
-    def __call__(self, shard: ShardEntry) -> Iterator[Record | Skipped]:
+    def __call__(self, shard: ShardEntry) -> Iterator[Record | BadDocument]:
         """Yield one record per conversation; one that cannot be trimmed to fit has no tokens, and keeps its index."""
         tokenizer = load_tokenizer_once(self.tokenizer, self.tokenizer.parent.name, self.special)
         dtype = token_dtype(tokenizer.vocab_size)
@@ -69,7 +70,7 @@ class RenderWork:
                 else:
                     spans, outcome = trim(conversation, self.limit, functools.partial(render, tools=tools))
             except ValueError as error:
-                yield Skipped(f"{self.folder / shard.file}:{number}", "template", str(error))
+                yield BadDocument(str(self.folder / shard.file), number, "template", str(error))
                 continue
             spans = spans or []
             written = {span.reasoning for span in spans} - {None}
@@ -82,8 +83,8 @@ class RenderWork:
             yield Record(self.split, pack_text(tokens, loss_mask), len(tokens), text_bytes, len(data), outcome)
 
 
-def _refuse(shard: Path, number: int, how: str) -> int:
-    raise InputError(f"The conversation {shard}:{number} cannot be rendered: {how}.")
+def _refuse(shard: Path, number: int, reason: str) -> int:
+    raise InputError(f"The conversation {shard}:{number} cannot be rendered: {reason}.")
 
 
 def open_rendered(

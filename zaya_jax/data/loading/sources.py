@@ -90,7 +90,6 @@ def open_sources(config: Config) -> Prepared:
 
 
 def _check_sources(config: Config, sources: dict[str, Source]) -> None:
-    """Raise `InputError` unless the sources fit each other and the phases."""
     first, *_ = (source.manifest for source in sources.values())
     one = f"data.sources.{next(iter(sources))}"
     for name, manifest in ((name, source.manifest) for name, source in sources.items()):
@@ -98,10 +97,8 @@ def _check_sources(config: Config, sources: dict[str, Source]) -> None:
             advice = "prepare both with the same tokenizer.json"
             raise InputError(f"data.sources.{name} and {one} were prepared with different tokenizers; {advice}.")
         if None is not manifest.bos != first.bos is not None:
-            raise InputError(
-                f"Documents of data.sources.{name} begin with {manifest.bos!r}, but those of {one} begin with "
-                f"{first.bos!r}; prepare both with the same --bos."
-            )
+            other = f"but those of {one} begin with {first.bos!r}; prepare both with the same --bos."
+            raise InputError(f"Documents of data.sources.{name} begin with {manifest.bos!r}, {other}")
         for index, phase in enumerate(config.phases):
             if not manifest.train.documents and phase.mixture.get(name):
                 raise InputError(
@@ -114,7 +111,5 @@ def _check_sources(config: Config, sources: dict[str, Source]) -> None:
         raise InputError(f"None of the sources ({named}) {problem}.")
     read = {name for phase in config.phases for name in phase.mixture or sources}
     if not any(sources[name].manifest.heldout.documents for name in read):
-        raise InputError(
-            f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, so there is nothing to "
-            "evaluate; prepare one with a larger --heldout."
-        )
+        why = "so there is nothing to evaluate; prepare one with a larger --heldout."
+        raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, {why}")

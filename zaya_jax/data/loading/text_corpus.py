@@ -20,15 +20,7 @@ from pathlib import Path
 from zaya_jax.config import Config, DataConfig
 from zaya_jax.config.checks import counted
 from zaya_jax.data.prepare.document_encoder import PrepareSettings, PrepareWork
-from zaya_jax.data.prepare.manifest import (
-    FORMAT,
-    SPLITS,
-    Manifest,
-    Split,
-    content_hash,
-    json_digest,
-    read_manifest,
-)
+from zaya_jax.data.prepare.manifest import FORMAT, SPLITS, Manifest, Split, content_hash, json_digest, read_manifest
 from zaya_jax.data.prepare.preparation import TOKENIZER, write_merged
 from zaya_jax.data.prepare.shard_conversion import Conversion, remove_notes
 from zaya_jax.data.readers.documents import InputFile, reading

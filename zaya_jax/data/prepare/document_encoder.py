@@ -12,7 +12,7 @@ import numpy as np
 
 from zaya_jax.data.chat.conversation import Conversation, find_special, parse_record, unread_keys
 from zaya_jax.data.prepare.manifest import Kind, Split, content_hash
-from zaya_jax.data.prepare.shard_conversion import Record, Skipped
+from zaya_jax.data.prepare.shard_conversion import Record
 from zaya_jax.data.prepare.shards import token_dtype
 from zaya_jax.data.prepare.workers import is_repeated, watch
 from zaya_jax.data.readers.documents import BadDocument, Document, Entry, Unit
@@ -46,55 +46,55 @@ class PrepareWork:
     special: SpecialTokens
     settings: PrepareSettings
 
-    def __call__(self, unit: Unit) -> Iterator[Record | Skipped]:
+    def __call__(self, unit: Unit) -> Iterator[Record | BadDocument]:
         """Yield the records of a unit, in order."""
         for documents in _batched(watch(read_unit(unit, field=self.settings.field), _refuse)):
             yield from self._encode(self._tokenizer(), documents)
 
-    def check(self, unit: Unit) -> Iterator[int | Skipped]:
+    def check(self, unit: Unit) -> Iterator[int | BadDocument]:
         """Yield each document's bytes, or why it cannot be used, without encoding it."""
         use = _check_conversation if self.settings.kind == "chat" else self._check_text
         for document in watch(read_unit(unit, field=self.settings.field), _refuse):
             used = use(self._tokenizer(), document)
-            yield used if isinstance(used, Skipped) else document.bytes
+            yield used if isinstance(used, BadDocument) else document.bytes
 
-    def _encode(self, tokenizer: Tokenizer, documents: list[Entry]) -> list[Record | Skipped]:
+    def _encode(self, tokenizer: Tokenizer, documents: list[Entry]) -> list[Record | BadDocument]:
         """Encode documents; one on which the tokenizer fails cannot be used."""
         encode = self._conversations if self.settings.kind == "chat" else self._texts
         try:
             return list(encode(tokenizer, documents))
         except InputError as error:
             if len(documents) == 1:
-                return [_skipped(documents[0], "tokenizer fails", str(error))]
+                return [_unusable(documents[0], "tokenizer fails", str(error))]
         return [record for document in documents for record in self._encode(tokenizer, [document])]
 
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer_once(self.tokenizer, self.digest, self.special)
 
-    def _check_text(self, tokenizer: Tokenizer, document: Entry) -> str | np.ndarray | Skipped:
+    def _check_text(self, tokenizer: Tokenizer, document: Entry) -> str | np.ndarray | BadDocument:
         """Return a document's text or token ids, or why it cannot be used."""
         if isinstance(document, BadDocument):
-            return _skipped(document, document.reason, document.detail)
+            return document
         if isinstance(document.value, np.ndarray):
             return _check_ids(tokenizer, document, document.value)
         if isinstance(document.value, str):
             return document.value
         problem = f"the field {self.settings.field!r} is not text; --chat reads conversations"
-        return _skipped(document, "wrong type", problem)
+        return _unusable(document, "wrong type", problem)
 
-    def _texts(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
+    def _texts(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | BadDocument]:
         """Encode each document between its begin token, if any, and its end token."""
         dtype = token_dtype(tokenizer.vocab_size)
         used = [self._check_text(tokenizer, document) for document in documents]
         encoded = tokenizer.encode_counted(value for value in used if isinstance(value, str))
         for document, value in zip(documents, used, strict=True):
-            if isinstance(value, Skipped):
+            if isinstance(value, BadDocument):
                 yield value
                 continue
             if isinstance(value, str):
                 (tokens, lost), text = next(encoded), value.encode()
                 if tokenizer.eot in tokens:  # the tokenizer does not mark it as special
-                    yield _skipped(document, "end token inside", f"its text contains the token {tokenizer.eot_text!r}")
+                    yield _unusable(document, "end token inside", f"its text contains the token {tokenizer.eot_text!r}")
                     continue
             else:
                 # Decode to text, so that text and token ids of any dtype get the same split.
@@ -102,13 +102,13 @@ class PrepareWork:
             data = np.array([*tokenizer.prefix, *tokens, tokenizer.eot], dtype)
             yield Record(self._split(text), data.tobytes(), len(data), len(text), document.bytes, lost=lost)
 
-    def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
+    def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | BadDocument]:
         """Serialize each conversation as JSON; counts tokens of contents, reasoning and calls, not the template's."""
         checked = [_check_conversation(tokenizer, document) for document in documents]
-        texts = [[] if isinstance(each, Skipped) else _texts(each[0]) for each in checked]
+        texts = [[] if isinstance(each, BadDocument) else _texts(each[0]) for each in checked]
         all_encoded = tokenizer.encode_counted(itertools.chain.from_iterable(texts))
         for document, each, own in zip(documents, checked, texts, strict=True):
-            if isinstance(each, Skipped):
+            if isinstance(each, BadDocument):
                 yield each
                 continue
             (messages, data), encoded = each, list(itertools.islice(all_encoded, len(own)))
@@ -121,7 +121,7 @@ class PrepareWork:
         return "heldout" if content_hash(content) < self.settings.heldout * 2**64 else "train"
 
 
-def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.ndarray | Skipped:
+def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.ndarray | BadDocument:
     """Strip begin and end tokens from token ids and validate the rest."""
     if tokenizer.prefix and ids[0] == tokenizer.prefix[0]:
         ids = ids[1:]
@@ -129,28 +129,28 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
         ids = ids[:-1]
     if len(ids) == 0 or not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         allowed = f"each at least 0 and below {tokenizer.vocab_size}, the size of the tokenizer's vocabulary"
-        return _skipped(document, "invalid tokens", f"a document needs tokens, {allowed}")
+        return _unusable(document, "invalid tokens", f"a document needs tokens, {allowed}")
     if (ids == tokenizer.eot).any():
-        return _skipped(document, "end token inside", f"it contains the token {tokenizer.eot_text!r} before its end")
+        return _unusable(document, "end token inside", f"it contains the token {tokenizer.eot_text!r} before its end")
     return ids
 
 
-def _check_conversation(tokenizer: Tokenizer, document: Entry) -> tuple[Conversation, bytes] | Skipped:
+def _check_conversation(tokenizer: Tokenizer, document: Entry) -> tuple[Conversation, bytes] | BadDocument:
     """Return a conversation and its record, or why the document cannot be used as one."""
     if isinstance(document, BadDocument):
-        return _skipped(document, document.reason, document.detail)
+        return document
     try:
         conversation, tools = parse_record(document.value)
     except ValueError as error:
-        return _skipped(document, "not a conversation", str(error))
+        return _unusable(document, "not a conversation", str(error))
     if special := find_special([*conversation, *(tools or [])], tokenizer.specials):
-        return _skipped(document, "special token", f"it contains the text {special!r}, which would end a turn")
+        return _unusable(document, "special token", f"it contains the text {special!r}, which would end a turn")
     try:
         # The order of a message's keys does not matter, that of tools and arguments is kept.
         record = with_tools([dict(sorted(message.items())) for message in conversation], tools)
         return conversation, json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # a date of a table, half of a surrogate pair
-        return _skipped(document, "not a conversation", f"it contains a value that JSON cannot represent: {error}")
+        return _unusable(document, "not a conversation", f"it contains a value that JSON cannot represent: {error}")
 
 
 def _texts(conversation: Conversation) -> list[str]:
@@ -162,12 +162,12 @@ def _texts(conversation: Conversation) -> list[str]:
     return texts
 
 
-def _skipped(document: Entry, reason: str, detail: str) -> Skipped:
-    return Skipped(f"{document.file}:{document.line}", reason, detail)
+def _unusable(document: Entry, reason: str, detail: str) -> BadDocument:
+    return BadDocument(document.file, document.line, reason, detail)
 
 
-def _refuse(document: Entry, how: str) -> Entry:
-    return BadDocument(document.file, document.line, "ended its process", how)
+def _refuse(document: Entry, detail: str) -> Entry:
+    return BadDocument(document.file, document.line, "ended its process", detail)
 
 
 def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:

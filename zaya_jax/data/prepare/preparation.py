@@ -143,21 +143,10 @@ def write_merged(
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
     shards = [[*([e.digest, e.documents] for e in s.shards), [s.lengths.digest]] for s in splits.values()]
     content = content or json_digest(kind, dtype, list(special), tokenizer.digest, shards)
-    manifest = Manifest(
-        format=FORMAT,
-        kind=kind,
-        inputs=inputs,
-        content=content,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        **splits,
-        counts=dict(counts),
-        examples=tuple(islice((example for note in notes for example in note.examples), EXAMPLES)),
-        extras=tuple(extras),
-        **special._asdict(),
-        unread_files=unread or {},
-        unread_keys=dict(keys.most_common()),
-    )
+    examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
+    found: dict[str, Any] = {**splits, "counts": dict(counts), "examples": examples, "extras": tuple(extras)}
+    found |= {**special._asdict(), "unread_files": unread or {}, "unread_keys": dict(keys.most_common())}
+    manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, **found)
     write_atomically(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
     return manifest
 
@@ -198,17 +187,15 @@ def _plan(
     del chosen["bos"]
     entry, eot = describe_file(tokenizer), special.eot
     others = [] if special == (eot, eot, eot) else [special.bos, special.eos]
-    return {
+    digest = json_digest(chosen, eot, entry.digest, [list(unit) for unit in units], stats, *others)
+    plan = {
         "format": FORMAT,
         **chosen,
         **special._asdict(),
         "tokenizer": entry.digest,
         "inputs": list(map(str, inputs)),
-        "files": json_digest(stats),
-        "units": len(units),
-        "tasks": tasks,
-        "digest": json_digest(chosen, eot, entry.digest, [list(unit) for unit in units], stats, *others),
     }
+    return plan | {"files": json_digest(stats), "units": len(units), "tasks": tasks, "digest": digest}
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> bool:
@@ -305,10 +292,8 @@ def summary(folder: Path, manifest: Manifest) -> str:
     lines = [f"{folder} is complete."]
     for split in SPLITS:
         entry = manifest.split(split)
-        lines.append(
-            f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
-            f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}"
-        )
+        size = f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}"
+        lines.append(f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, {size}")
         if entry.lost_bytes:
             lines.append(
                 f"  {split}: {counted(entry.lost_bytes, 'byte')} are lost, since the tokenizer has no token for them, "
@@ -317,10 +302,8 @@ def summary(folder: Path, manifest: Manifest) -> str:
             )
     if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
-        lines.append(
-            f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare into another "
-            f"--output with --heldout {fraction:.1g}."
-        )
+        advice = f"prepare into another --output with --heldout {fraction:.1g}."
+        lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, {advice}")
     keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread_keys.items())
     lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]

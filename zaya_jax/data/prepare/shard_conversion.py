@@ -23,6 +23,7 @@ from zaya_jax.config.checks import counted, list_counts
 from zaya_jax.data.prepare.manifest import SPLITS, FileEntry, ShardEntry, Split, describe_file
 from zaya_jax.data.prepare.shards import ShardWriter
 from zaya_jax.data.prepare.workers import Job, Worker, end_workers, run_in_workers
+from zaya_jax.data.readers.documents import BadDocument
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.progress import WorkProgress
@@ -46,17 +47,9 @@ class Record(NamedTuple):
     unread: Sequence[str] = ()  # keys of the input that are not read, see `conversation.unread_keys`
 
 
-class Skipped(NamedTuple):
-    """A document that cannot be used."""
-
-    where: str  # file and line
-    reason: str  # category to count
-    detail: str
-
-
 T = TypeVar("T", Record, int)
-Work = Callable[[Any], Iterable[Record | Skipped]]  # unit → records in order; picklable
-Check = Callable[[Any], Iterable[int | Skipped]]  # unit → bytes of each usable document
+Work = Callable[[Any], Iterable[Record | BadDocument]]  # unit → records in order; picklable
+Check = Callable[[Any], Iterable[int | BadDocument]]  # unit → bytes of each usable document
 
 _USABLE = "usable"  # outcome of a document that was checked
 
@@ -151,24 +144,22 @@ def remove_notes(folder: Path) -> None:
 def refuse_in_worker() -> None:
     """Raise `InputError` in a worker process that re-imports a script without a `__main__` guard."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise InputError(
-            "A worker process tried to start workers while importing the main script; put the script's "
-            "work under `if __name__ == '__main__':`."
-        )
+        advice = "put the script's work under `if __name__ == '__main__':`."
+        raise InputError(f"A worker process tried to start workers while importing the main script; {advice}")
 
 
 def _note_path(folder: Path, number: int) -> Path:
     return folder / f"unit-{number:06d}.json"
 
 
-def _usable(results: Iterable[T | Skipped], job: Job, add: Callable[[int], None], note: UnitNote) -> Iterator[T]:
-    """Yield the results of a unit that are not skipped; note the others and report progress."""
+def _usable(results: Iterable[T | BadDocument], job: Job, add: Callable[[int], None], note: UnitNote) -> Iterator[T]:
+    """Yield the usable results of a unit; note the others and report progress."""
     read = reported = 0
     for result in results:
-        if isinstance(result, Skipped):
+        if isinstance(result, BadDocument):
             note.skipped[result.reason] += 1
             if len(note.examples) < EXAMPLES:
-                note.examples.append(f"{result.where}: {result.reason}: {result.detail}")
+                note.examples.append(f"{result.file}:{result.line}: {result.reason}: {result.detail}")
             continue
         yield result
         read += result.read if isinstance(result, Record) else result

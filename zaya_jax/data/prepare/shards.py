@@ -5,9 +5,9 @@ import functools
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple, Self
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple, Self
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -88,19 +88,9 @@ class ShardWriter:
         try:
             yield
         except (OSError, RuntimeError) as error:  # the latter raised by the library's C++ code
-            why = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             advice = "Is the disk full? Rerun the command to resume."
-            raise RunStopped(f"The shard {self._path} cannot be written: {why}. {advice}") from error
-
-
-@dataclass
-class _ShardSpec:
-    """A shard in the form that lets `ArrayRecordDataSource` open it lazily; the library sets the field names."""
-
-    filename: str
-    skip: int
-    take: int
-    examples_in_shard: int
+            raise RunStopped(f"The shard {self._path} cannot be written: {reason}. {advice}") from error
 
 
 class Records:
@@ -135,7 +125,9 @@ class Records:
 
     def _source(self, shard: int) -> ArrayRecordDataSource:
         entry, folder = self._shards[shard], plain_path(self._folder)
-        return ArrayRecordDataSource([_ShardSpec(str(folder / entry.file), 0, entry.documents, entry.documents)])
+        sizes = {"skip": 0, "take": entry.documents, "examples_in_shard": entry.documents}
+        lazily: Any = SimpleNamespace(filename=str(folder / entry.file), **sizes)  # the library sets these names
+        return ArrayRecordDataSource([lazily])
 
     def damaged(self, index: int) -> InputError:
         """Return the error for a damaged record."""

@@ -122,11 +122,11 @@ def _after_end(worker: Worker, ends: Counter[tuple[int, int]], most: int) -> Job
     worker.pipe.close()
     worker.process.join()
     job, status, number = worker.job, worker.process.exitcode or 0, worker.state[0]
-    how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    end = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     ends[job.number, number] += 1
     if ends.total() > most or (not number and ends[job.number, number] > 1):
         raise RunStopped(
-            f"A data worker process ended ({how}) reading {getattr(job.unit, 'files', [job.unit])[0]}: it was killed, "
+            f"A data worker process ended ({end}) reading {getattr(job.unit, 'files', [job.unit])[0]}: it was killed, "
             "perhaps by running out of memory, or a script starts the work without `if __name__ == '__main__':`. Rerun "
             "the command to resume."
         )
@@ -134,7 +134,7 @@ def _after_end(worker: Worker, ends: Counter[tuple[int, int]], most: int) -> Job
     if ends[job.number, number] > 1:  # at first, others may be the cause, as when they took all memory
         # By a signal, as after a MemoryError, see `_work`, or when a library cannot allocate.
         advice = "; it may need more memory than each has: use fewer workers, or split it" if status < 0 else ""
-        fatal[number - 1] = f"two processes that worked on it ended ({how}){advice}"
+        fatal[number - 1] = f"two processes that worked on it ended ({end}){advice}"
     return job._replace(fatal=fatal)
 
 

@@ -59,11 +59,11 @@ class Document(NamedTuple):
 
 
 class BadDocument(NamedTuple):
-    """A line, row or file without a usable document."""
+    """A line, row, file or record without a usable document."""
 
     file: str  # path
     line: int  # see `Document.line`
-    reason: Reason
+    reason: str  # a category to count, such as a `Reason`
     detail: str  # exact problem, as a clause
     bytes = 0
     unread = ()
@@ -106,17 +106,15 @@ def even_share(total: int, count: int, start: int, stop: int) -> int:
 def require_pieces(unit: Unit, file: str, count: int, noun: str, ending: str = "s") -> None:
     """Raise `InputError` if a file has fewer pieces than the unit: `count` of what `noun` (plural: `ending`) names."""
     if count < unit.stop:
-        raise InputError(
-            f"The file {file} has {counted(count, noun, ending)}, fewer than the {unit.stop:,} it had; do not change "
-            "inputs while they are prepared."
-        )
+        change = f"fewer than the {unit.stop:,} it had; do not change inputs while they are prepared."
+        raise InputError(f"The file {file} has {counted(count, noun, ending)}, {change}")
 
 
 @contextmanager
-def reading(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn `OSError`, `MemoryError` and `errors` in the block into an `InputError` that `what` cannot be read."""
+def reading(subject: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn `OSError`, `MemoryError` and `errors` in the block into an `InputError` that `subject` cannot be read."""
     try:
         yield
     except (OSError, MemoryError, *errors) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
-        raise InputError(f"{what} cannot be read: {why}.") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
+        raise InputError(f"{subject} cannot be read: {reason}.") from error

@@ -97,10 +97,8 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     if os.path.isdir(path):
         files = list(_walk(path, suffixes, unread))
         if not any(file.bytes for file in files):
-            raise InputError(
-                f"The folder {path} contains no non-empty file with a known suffix: {_known(suffixes)}. "
-                "For other text files pass --suffixes, such as --suffixes .py .md."
-            )
+            known = f"{_known(suffixes)}. For other text files pass --suffixes, such as --suffixes .py .md."
+            raise InputError(f"The folder {path} contains no non-empty file with a known suffix: {known}")
         return files
     if path.name.endswith(".idx"):
         path = path.with_name(path.name.removesuffix(".idx") + ".bin")
@@ -114,10 +112,8 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     if not file.bytes:
         raise InputError(f"The file {path} is empty; leave it out.")
     if kind == "jsonl" and path.suffix == ".json" and not _has_objects(path, 1):
-        raise InputError(
-            f"The file {path} has no JSON object in its first line, but must have one per line. Convert "
-            f"it, for example with: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
-        )
+        advice = f"Convert it, for example with: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
+        raise InputError(f"The file {path} has no JSON object in its first line, but must have one per line. {advice}")
     return [file]
 
 

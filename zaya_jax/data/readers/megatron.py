@@ -25,8 +25,8 @@ from zaya_jax.data.readers.documents import BadDocument, Document, FirstLine, Fo
 from zaya_jax.data.readers.fields import LONGEST
 from zaya_jax.errors import InputError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
@@ -54,19 +54,19 @@ def open_index(file: str) -> Index:
     try:
         bin_bytes, size = os.stat(file).st_size, os.stat(path).st_size
         with open(path, "rb") as stream:
-            header = stream.read(_HEADER.size)
+            header = stream.read(HEADER.size)
     except OSError as error:
         raise InputError(f"The Megatron file {error.filename or path} cannot be read: {error.strerror}.") from error
-    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+    if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise InputError(f"The file {path} is not a Megatron index: it does not start with an MMIDIDX header.")
-    _, version, code, sequences, indices = _HEADER.unpack(header)
+    _, version, code, sequences, indices = HEADER.unpack(header)
     if version != 1:
         raise InputError(f"The Megatron index {path} has version {version}, but only version 1 is supported.")
     integers = {code: np.dtype(name) for code, name in _DTYPES.items() if "f" not in name}
     if code not in integers:
         allowed = ", ".join(f"{code} ({dtype.name})" for code, dtype in integers.items())
         raise InputError(f"The Megatron index {path} has the dtype code {code} for its tokens; allowed are {allowed}.")
-    expected = _HEADER.size + 12 * sequences + 8 * indices
+    expected = HEADER.size + 12 * sequences + 8 * indices
     if size != expected or not indices:
         raise InputError(
             f"The Megatron index {path} has {size} bytes, but its header lists {sequences} sequences and "
@@ -121,10 +121,9 @@ def read_megatron(unit: Unit, field: str = "") -> Iterator[Document | BadDocumen
 
 
 def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
-    """Read the items [start, stop) of one of the three arrays of the `.idx`."""
-    lengths_end = _HEADER.size + 4 * index.sequences
+    lengths_end = HEADER.size + 4 * index.sequences
     dtype, offset = {
-        "lengths": ("<i4", _HEADER.size),
+        "lengths": ("<i4", HEADER.size),
         "pointers": ("<i8", lengths_end),
         "documents": ("<i8", lengths_end + 8 * index.sequences),
     }[name]

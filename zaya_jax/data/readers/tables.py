@@ -188,9 +188,9 @@ def column_documents(
         value, others = _value(row, is_small), {name: _value(column[i]) for name, column in beside.items()}
         bad = fields.sibling_rejection(others, field)
         if bad is None and fields.is_document(value):
-            whole, unread = fields.with_tools(value, others.get(fields.TOOLS)), fields.unread_keys(others, field)
+            content, unread = fields.with_tools(value, others.get(fields.TOOLS)), fields.unread_keys(others, field)
             yield documents.Document(
-                whole, file, documents.even_share(size, len(array), i, i + 1), before + i, first, unread
+                content, file, documents.even_share(size, len(array), i, i + 1), before + i, first, unread
             )
         else:
             yield documents.BadDocument(file, first.number + before + i, *(bad or fields.rejection(value, field)))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,6 @@ from zaya_jax.lab.measure.timing import Passes, interleave_subprocesses
 from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.lab.report.tables import CONTEXT, TABLES
 from zaya_jax.lab.result import describe_run, print_tables, rounded
-from zaya_jax.lab.result_plots import memory_curves
 from zaya_jax.lab.subprocesses import restored_environment
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.selfcheck import EXAMPLE
@@ -66,14 +65,11 @@ def measure_context(sizes: Sizes | None, repeats: int) -> dict[str, Any]:
     peer = "all-gather attention, in which every device holds all keys and values"
     result = describe_run(CONTEXT, f"{size}, {sizes.dtype}, zigzag", peer, ())
     result["hardware"]["device"] = f"{devices} × {kind}{', simulated' if simulated else ''}"
-    result["results"], result["scaling"] = [], {}
+    result["results"] = []
     for length in sizes.lengths:
-        measured, rows = _measure(sizes, length, devices, repeats, simulated), []
-        for case, passes in measured.items():
+        for case, passes in _measure(sizes, length, devices, repeats, simulated).items():
             memory = {"bytes_per_device": peak_bytes(passes.results[-1]), **passes.results[-1]}
-            rows.append(case._asdict() | memory | {"seconds": rounded(passes.seconds)})
-        result["results"] += rows
-        result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in memory_curves(rows).items()}
+            result["results"].append(case._asdict() | memory | {"seconds": rounded(passes.seconds)})
     print_tables(TABLES["context"](result))
     return result
 
@@ -121,12 +117,3 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], dict[str, Any]]:
         return program_memory(compiled) | {"peak": counted.get("peak_bytes_in_use")}
 
     return step
-
-
-def _scaling(curve: Mapping[int, float]) -> dict[str, float]:
-    """Fit a power law N^exponent, −1 for 1/N, to the memory per device by number of devices; {} for one point."""
-    if len(curve) < 2:
-        return {}
-    devices, sizes = np.log(sorted(curve)), np.log([curve[n] for n in sorted(curve)])
-    exponent, last = (np.polyfit(devices[start:], sizes[start:], 1)[0] for start in (0, -2))
-    return {"exponent": round(float(exponent), 3), "last": round(float(last), 3)}

@@ -13,11 +13,11 @@ from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import stages
 from zaya_jax.job.multihost import all_gather
-from zaya_jax.lab.measure.health_check import Check, summarize
+from zaya_jax.lab.measure.health_check import Check
 from zaya_jax.lab.measure.installation import check_installation
 from zaya_jax.lab.measure.preflight import PATIENCE, check_job, job_devices
 from zaya_jax.lab.measure.training_steps import digests, place_rows, random_tokens
-from zaya_jax.lab.result import describe_run
+from zaya_jax.lab.result import describe_run, print_once
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.train.initialization import initialize
 from zaya_jax.train.program import Programs
@@ -34,20 +34,22 @@ def examine(
     first training step twice. Returns the result, for JSON: `checks`, a row for each; `failed`, a sentence, if one
     failed. InputError if the baseline is of other devices.
     """
-    checks = _installations()
+    groups = [_installations()]
     if config is not None:
-        checks = itertools.chain(checks, check_job(config, baseline, source, tolerance))
-    if config is not None and with_step:
-        checks = itertools.chain(checks, _repeated_step(config))
+        groups += [check_job(config, baseline, source, tolerance), *([_repeated_step(config)] if with_step else [])]
     results = list[Check]()
-    for check in checks:
+    for check in itertools.chain(*groups):
         check.print()
         results.append(check)
     # Such a result can be the baseline of a later preflight.
     name, peer = ("doctor", "") if config is None else ("preflight", "the other devices, and the baseline")
     result = describe_run(name, f"tolerance {tolerance:.0%}", peer, ())
     result["hardware"] |= {"device": job_devices(), "processes": jax.process_count()}
-    return result | summarize(results)
+    result["checks"] = [check._asdict() for check in results]
+    if failed := [check.check for check in results if check.status == "FAIL"]:
+        result["failed"] = f"Checks that fail: {', '.join(failed)}."
+    print_once(str(result.get("failed", "All checks pass.")))
+    return result
 
 
 def _installations() -> Iterator[Check]:

@@ -15,9 +15,9 @@ import numpy as np
 
 from zaya_jax.config import Config, ModelConfig, MuonConfig
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.kernel_cases import PRODUCTS, drawn
 from zaya_jax.lab.measure.timing import time_calls
+from zaya_jax.lab.predict.calibration import get_device
 from zaya_jax.lab.predict.compilers.compiled import run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.hlo import parse
@@ -138,7 +138,8 @@ def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
     """Compile a request's problems for `gpu`, and print launches and predicted speeds; raises like `run_worker`."""
     find_toolchain(gpu)
     silence_plugins()
-    kernels = select_kernels(GPUS[gpu].target, config.model, request.dtype, None, config.ops)
+    device = get_device(gpu, 1)
+    kernels, _ = select_kernels(GPUS[gpu].target, config.model, request.dtype, None, config.ops).without_libraries()
     plugin = "jax-cuda12-plugin" if GPUS[gpu].platform == "cuda" else "jax-rocm7-pjrt"
     size = f"{request.dtype}, a micro-batch of {request.tokens:,} tokens, {gpu}"
     result = describe_run("compiled matrix products", size, "", (plugin,)) | {"results": []}
@@ -146,11 +147,12 @@ def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
     with run_worker("products", gpu, (words,), failure, config) as folder:
         for index, problem in enumerate(make_problems(config, request, kernels)):
             entry = parse(program_files(folder, program_name(index))[0].read_text(encoding="utf-8"))
-            speed = problem.flops / predict(entry, HARDWARE[gpu]).seconds
-            outcome = {"launches": launches(entry), "predicted_flops_per_second": speed}
-            result["results"].append(problem.row | outcome)
+            time = predict(entry, device)
+            ends = {"predicted_flops_per_second": problem.flops / time.seconds, "slowest": problem.flops / time.most}
+            result["results"].append(problem.row | {"launches": launches(entry)} | ends)
     columns = {"product": "name", "GFLOP": quantity("flops", unit=1e9), "launches": "launches"}
     columns |= {"predicted TFLOP/s": quantity("predicted_flops_per_second", unit=1e12)}
+    columns |= {"at least": quantity("slowest", unit=1e12)}
     families = itertools.groupby(result["results"], operator.itemgetter("family"))
     print_tables(make_table(family, list(rows), columns) for family, rows in families)
     return result

@@ -1,6 +1,5 @@
 """The result of a check of a machine or job, and how it is printed."""
 
-from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from zaya_jax.lab.report.tables import UNITS
@@ -26,13 +25,3 @@ def format_quantity(value: float, unit: str) -> str:
     """Format a value with three significant digits, in the unit of tables."""
     scale, shown = UNITS.get(unit, (1, unit))
     return f"{value / scale:,.3g} {shown}"
-
-
-def summarize(checks: Iterable[Check]) -> dict[str, object]:
-    """Print whether all checks pass; returns them for JSON as `checks`, and `failed`, a sentence, if one failed."""
-    rows = list(checks)
-    result: dict[str, object] = {"checks": [check._asdict() for check in rows]}
-    if failed := [check.check for check in rows if check.status == "FAIL"]:
-        result["failed"] = f"Checks that fail: {', '.join(failed)}."
-    print_once(str(result.get("failed", "All checks pass.")))
-    return result

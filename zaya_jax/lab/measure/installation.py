@@ -1,4 +1,4 @@
-"""Check an installation without a configuration: packages, processor, memory, disk, GPU, caches and extras."""
+"""Describe a machine, and check its installation: packages, processor, memory, disk, GPU, caches and extras."""
 
 import os
 import platform
@@ -6,13 +6,17 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, metadata, requires
 from pathlib import Path
+from typing import Any
 
 import jax
+import jaxlib.version
 import psutil
 from packaging.requirements import Requirement
 
+from zaya_jax.checkpoint.environment import versions
 from zaya_jax.hardware.detection import cpu_name, detect_gpu_plugin, read_file, select_preset
 from zaya_jax.lab.measure.health_check import Check
+from zaya_jax.lab.measure.network_devices import describe_network
 from zaya_jax.ops.kernel_table import find_table
 from zaya_jax.ops.registry import TUNE
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
@@ -23,19 +27,13 @@ _PROJECT, _CONSTRAINED = "zaya-jax", "-c constraints.txt"
 _LITTLE = 2 * 10**9  # bytes of memory, or of a disk, below which `configs/tiny.yaml` may not train
 # By extra: the name of its driver, and the file with the driver's version.
 DRIVERS = {"rocm": ("amdgpu", "sys/module/amdgpu/version"), "cuda": ("nvidia", "proc/driver/nvidia/version")}
+# Variables that affect compilers, runtimes and collectives, and that contain nothing personal.
+_PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", "JAX_PLATFORMS", "JAX_NUM_CPU")
 
 
 def check_installation(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> list[Check]:
     """Return the checks, what is wrong first; the files of the system are below `root`."""
-    checks = [
-        _packages(),
-        _processor(),
-        _memory(),
-        _disk(),
-        *_devices(root, environment),
-        _cache(environment),
-        _extras(),
-    ]
+    checks = [_packages(), *_host(), *_devices(root, environment), _cache(environment), _extras()]
     return sorted(checks, key=lambda check: ("FAIL", "WARN", "PASS").index(check.status))
 
 
@@ -48,6 +46,23 @@ def unused_gpu(platform_used: str, root: Path = Path("/"), environment: Mapping[
     return f"This machine has a GPU, but JAX found only the CPU. {advice}"
 
 
+def describe_machine() -> dict[str, Any]:
+    """Describe this machine, for JSON, memory in bytes; `failed`: a sentence, if JAX does not use its GPU."""
+    device, target = jax.devices()[0], current_target()
+    drivers = {name: read_file(Path("/", file)).splitlines() for name, file in DRIVERS.values()}
+    machine: dict[str, Any] = {"platform": target.platform, "device": target.device_kind}
+    machine |= {"devices": jax.device_count(), "runtime": device.client.platform_version}
+    machine["device_bytes"] = (device.memory_stats() or {}).get("bytes_limit")
+    machine |= {"host_bytes": psutil.virtual_memory().total, "kernel": platform.release()}
+    machine["versions"] = {**versions(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+    machine["drivers"] = {name: lines[0] for name, lines in drivers.items() if lines}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
+    machine |= {"network": describe_network(), "environment": variables, "preset": select_preset(None).name}
+    if problem := unused_gpu(target.platform):
+        machine["failed"] = problem
+    return machine
+
+
 def _row(name: str, message: str, problem: str | None = None, *, is_fatal: bool = False) -> Check:
     """Return a check that passes with a message, or fails or warns with a problem."""
     status = "PASS" if problem is None else "FAIL" if is_fatal else "WARN"
@@ -58,11 +73,9 @@ def _packages() -> Check:
     names = (_PROJECT, "jax", "jaxlib", "flax")
     versions = ", ".join(f"{name} {package_version(name) or 'without metadata'}" for name in names)
     missing = _unsatisfied(_requirements(_PROJECT))
-    problem = f"Not installed in a version that is supported: {', '.join(missing)}. " if missing else None
     advice = f"Install them with pip install -e . {_CONSTRAINED}."
-    return _row(
-        "packages", f"Python {platform.python_version()}, {versions}", problem and problem + advice, is_fatal=True
-    )
+    problem = f"Not installed in a version that is supported: {', '.join(missing)}. {advice}" if missing else None
+    return _row("packages", f"Python {platform.python_version()}, {versions}", problem, is_fatal=True)
 
 
 def _requirements(project: str, extra: str = "") -> list[Requirement]:
@@ -86,23 +99,16 @@ def _unsatisfied(needed: Sequence[Requirement]) -> list[str]:
     return [f"{each.name}{each.specifier} ({versions[each.name] or 'not installed'})" for each in wrong]
 
 
-def _processor() -> Check:
-    usable, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    return _row("processor", f"{cpu_name()}, {usable} of {every} cores")
-
-
-def _memory() -> Check:
-    free, total = free_memory(), psutil.virtual_memory().total
-    problem = f"Only {free / 1e9:.3g} GB are free: training configs/tiny.yaml needs {_LITTLE / 1e9:.0f} GB."
-    return _row(
-        "memory of the host", f"{free / 1e9:.3g} of {total / 1e9:.3g} GB free", problem if free < _LITTLE else None
-    )
-
-
-def _disk() -> Check:
+def _host() -> Iterator[Check]:
+    usable, every, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1, psutil.virtual_memory().total
+    yield _row("processor", f"{cpu_name()}, {usable} of {every} cores")
+    free, need = free_memory(), f"training configs/tiny.yaml needs {_LITTLE / 1e9:.0f} GB"
+    problem = f"Only {free / 1e9:.3g} GB are free: {need}." if free < _LITTLE else None
+    yield _row("memory of the host", f"{free / 1e9:.3g} of {total / 1e9:.3g} GB free", problem)
     folder, free = Path.cwd(), shutil.disk_usage(".").free
-    problem = f"Only {free / 1e9:.3g} GB are free in {folder}: checkpoints will fill it. Set run_dir to another disk."
-    return _row("disk", f"{free / 1e9:.3g} GB free in {folder}", problem if free < _LITTLE else None)
+    found = f"{free / 1e9:.3g} GB free in {folder}"
+    problem = f"Only {found}: checkpoints will fill it. Set run_dir to another disk." if free < _LITTLE else None
+    yield _row("disk", found, problem)
 
 
 def _devices(root: Path, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -127,16 +133,13 @@ def _devices(root: Path, environment: Mapping[str, str]) -> Iterator[Check]:
 def _cache(environment: Mapping[str, str]) -> Check:
     folder = environment.get("JAX_COMPILATION_CACHE_DIR")
     if not folder:
-        problem = (
-            "Compiled programs are not kept, so every start compiles again. Set JAX_COMPILATION_CACHE_DIR to a folder."
-        )
-        return _row("compilation cache", "", problem)
+        remedy = "Set JAX_COMPILATION_CACHE_DIR to a folder."
+        return _row("compilation cache", "", f"Compiled programs are not kept, so every start compiles again. {remedy}")
     files = [path for path in Path(folder).glob("*") if path.is_file()]
     return _row("compilation cache", f"{sum(path.stat().st_size for path in files) / 1e6:,.0f} MB in {folder}")
 
 
 def _extras() -> Check:
-    """List which extras are installed."""
     try:
         extras = metadata(_PROJECT).get_all("Provides-Extra") or []
     except PackageNotFoundError:

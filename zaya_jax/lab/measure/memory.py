@@ -1,8 +1,8 @@
 """Measure the memory bandwidth of a device, the share that the model's memory-bound operations reach, and the peer's.
 
-The five operations are those of BabelStream (github.com/UoB-HPC/BabelStream), in its table's form: an operation's rate
-is that of its shortest call, and the first call is left out. `copy` writes −a, since XLA would return a plain copy's
-input as its output. The peer on a CPU is the triad in C with OpenMP.
+The five operations are those of BabelStream (github.com/UoB-HPC/BabelStream): an operation's rate is that of its
+shortest call, and the first call is left out. `copy` writes −a, since XLA would return a plain copy's input as its
+output. The peer on a CPU is the triad in C with OpenMP.
 """
 
 import os
@@ -74,9 +74,7 @@ def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, st
                     timed[name] += time_kernel(name, size, calls)
                 if peer is not None and size == largest:
                     c_seconds += time_stream(peer, size // ITEM, calls)
-            rows = summarize(size, timed)
-            print("\n".join([*table(rows), ""]), flush=True)
-            result["results"] += rows
+            result["results"] += summarize(size, timed)
     speeds = {(row["operation"], row["bytes"]): row["bytes_per_second"] for row in result["results"]}
     triad = speeds["triad", largest]
     if stream:
@@ -85,7 +83,7 @@ def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, st
     widths = _widths(model, largest)
     kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
     result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]
-    print_tables(TABLES["memory"](result)[1:])
+    print_tables(TABLES["memory"](result))
     return result
 
 
@@ -117,15 +115,6 @@ def summarize(size: int, timed: Mapping[str, list[float]]) -> list[dict[str, Any
         speed = KERNELS[name].arrays * (size // ITEM * ITEM) / min(seconds)
         rows.append({"operation": name.lower(), "bytes": size, "bytes_per_second": speed} | times)
     return rows
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of BabelStream's table."""
-    lines = [f"{'Function':<12}{'MBytes/sec':<12}{'Min (sec)':<12}{'Max':<12}{'Average':<12}"]
-    for row in rows:
-        speed, times = row["bytes_per_second"] / 1e6, "".join(f"{row[key]:<12.5f}" for key in ("min", "max", "mean"))
-        lines.append(f"{row['operation'].title():<12}{speed:<12.3f}{times}")
-    return lines
 
 
 def _widths(model: ModelConfig, size: int) -> Sizes:

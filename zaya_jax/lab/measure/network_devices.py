@@ -40,7 +40,6 @@ class Traffic:
     """Counts the bytes that each interface and RDMA port of this host sends and receives from now on."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        """Start to count; `root` is that of the file system with `sys`."""
         self._sysfs = Sysfs(root / "sys")
         self._before = _counters(self._sysfs)
 

@@ -109,7 +109,6 @@ def _collective(
 
 
 def _compare(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Check:
-    """Compare a check with the baseline."""
     before = recorded.get(check.check)
     if check.unit not in UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
         return check

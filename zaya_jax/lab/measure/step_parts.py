@@ -3,6 +3,8 @@
 import functools
 import statistics
 import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,15 +16,17 @@ from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
 from zaya_jax.generate.decode import BLOCK, compile_generation
-from zaya_jax.hardware.data_sheets import find_hardware, no_data_sheet
+from zaya_jax.hardware.data_sheets import no_data_sheet
 from zaya_jax.hardware.environment import step_options
-from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.hardware.presets import TRACED
 from zaya_jax.lab.measure.step_trace import Trace, attribute, instruction_rows, read_trace
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.measure.training_steps import place_rows, random_tokens, time_train_steps
-from zaya_jax.lab.predict.compilers.predict import Shares, phase_shares, predict
+from zaya_jax.lab.predict.calibration import find_device, get_device, kernel_sources
+from zaya_jax.lab.predict.compilers.hlo import walk
+from zaya_jax.lab.predict.compilers.predict import Shares, instruction_part, instruction_work, phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
+from zaya_jax.lab.predict.step_time import Work
 from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
@@ -36,7 +40,10 @@ from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import known_options, make_programs
 from zaya_jax.train.state import TrainState
 
-Work = Literal["prefill", "decode"]
+Generation = Literal["prefill", "decode"]
+# Parts of the step by the work of the dry run's estimate that they belong to; all others move bytes.
+_SUMS = {"head": ("loss",), "newton_schulz": ("optimizer",),
+         "layers": ("experts", "attention", "cca_mix", "router", "dispatch")}  # fmt: skip
 _UNCLEAR = 0.05  # share of the time that may be in no part without a warning
 
 
@@ -61,7 +68,7 @@ def break_down(
             advice = "Trace a run instead, with profile.start=STEP"
             raise InputError(f"lora must be null: adapters need the weights of init_from. {advice}.")
         if hardware is not None:
-            get_hardware(hardware, jax.device_count())  # so that a mistake is named before anything is compiled
+            get_device(hardware, jax.device_count())  # so that a mistake is named before anything is compiled
         with tempfile.TemporaryDirectory() as temporary:
             untraced = trace_random_steps(config, steps, Path(temporary))
             trace = read_trace(Path(temporary) / PROFILE)
@@ -70,13 +77,13 @@ def break_down(
     shares = phase_shares(config.model, stage.context, {"expert": parallel.expert})
     rows = trace_rows(trace, shares, instructions=instructions)
     if hardware is not None:
-        sheet, programs = get_hardware(hardware, trace.devices), simulated_programs(config, trace.devices)
+        sheet, programs = get_device(hardware, trace.devices), simulated_programs(config, trace.devices)
         rows["estimated_seconds"] = estimate_phase(programs, stage.phase, sheet).step_seconds
     return _report("training step", f"{trace.steps} steps of {source}", trace, untraced, rows)
 
 
 def break_down_generation(
-    source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
+    source: str, overrides: list[str], work: Generation, batch: int, prompt: int, repeats: int, instructions: int = 0
 ) -> dict[str, Any]:
     """Print and return where the time of prompts, or of a decode step, goes; InputError for a run or many tokens."""
     if Path(source).is_dir():
@@ -89,7 +96,8 @@ def break_down_generation(
     what = "decode step" if work == "decode" else work
     size = f"{batch} × {length:,} tokens of {source}, {dtype}"
     shares = phase_shares(config.model, length, {"expert": 1})
-    return _report(what, size, trace, untraced, trace_rows(trace, shares, calls, instructions))
+    rows = trace_rows(trace, shares, calls, instructions)
+    return _report(what, size, trace, untraced, rows) | {"ran": configuration(trace, shares, calls, untraced)}
 
 
 def _report(what: str, size: str, trace: Trace, untraced: float | None, rows: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +140,7 @@ def trace_steps(compiled: Any, state: TrainState, batch: Any, window: ProfileCon
 
 def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int = 0) -> dict[str, Any]:
     """Return the times of a trace by part, for JSON, beside the prediction; a step runs the program `calls` times."""
-    timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_hardware(trace.device)
+    timeline, seconds, hardware = attribute(trace.intervals), trace.seconds / trace.steps, find_device(trace.device)
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps
     predicted = {} if hardware is None else predict(trace.entry, hardware, shares).parts
@@ -152,6 +160,39 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int =
     return rows | {"warnings": warnings, "instructions": instruction_rows(trace, instructions)}
 
 
+def configuration(
+    trace: Trace, shares: Shares, calls: int, untraced: float, estimated: Sequence[Work] = ()
+) -> dict[str, Any]:
+    """Return what each launch took, and each work of an estimate as a whole, for `benchmarks.gpu_report.calibration`.
+
+    A program runs `calls` times in a step, which takes `untraced` seconds without a profiler; the profiler names what
+    runs beside other work by the instruction inside. {} for a device without a data sheet.
+    """
+    if find_device(trace.device) is None:
+        return {}
+    names = ("part", "component", "kernel", "flops", "bytes", "fp32")
+    took, rows = defaultdict[str, float](float), dict[tuple[Any, ...], dict[str, Any]]()
+    for interval in trace.intervals:
+        took[interval.name] += (interval.end - interval.start) / 1e9 / trace.steps
+    for place in walk(trace.entry):
+        for x in place.instructions:
+            if (work := instruction_work(place, x, shares)) is None:
+                continue
+            inside = place.computations.get(x.called("calls"), ()) if x.opcode.endswith("-start") else ()
+            part, seconds = instruction_part(place, x), sum(took[name] for name in (x.name, *(y.name for y in inside)))
+            key = (part, work.component, work.kernel, work.flops, work.bytes, work.fp32, seconds > 0)
+            row = rows.setdefault(key, {**dict(zip(names, key, strict=False)), "times": 0, "seconds": 0.0})
+            row["times"] += place.times * calls
+            row["seconds"] += seconds
+    parts = {part: time / trace.steps for part, time in attribute(trace.intervals).parts.items()}
+    known = {name: sum(parts.get(part, 0.0) for part in of) for name, of in _SUMS.items()}
+    known["other memory traffic"] = untraced - sum(known.values())
+    sums = [{**dict(zip(names, ("", "", x.name, x.flops, x.bytes, x.fp32), strict=True)), "times": 1,
+             "seconds": known[x.name]} for x in estimated if x.name in known]  # fmt: skip
+    sources = {row["kernel"]: kernel_sources(row["kernel"]) for row in (*rows.values(), *sums) if row["kernel"]}
+    return {"seconds": untraced, "parts": parts, "sources": sources, "works": [*rows.values()], "sums": sums}
+
+
 def _warnings(other: float, unattributed: float) -> list[str]:
     """Say what to do if parts do not explain a step, of whose time these shares are in none."""
     hidden = max(unattributed, 0.0)  # instructions that run at the same time count twice
@@ -166,7 +207,7 @@ def _warnings(other: float, unattributed: float) -> list[str]:
 
 
 def trace_generation(
-    model: ModelConfig, dtype: str, work: Work, batch: int, prompt: int, repeats: int, folder: Path
+    model: ModelConfig, dtype: str, work: Generation, batch: int, prompt: int, repeats: int, folder: Path
 ) -> tuple[Trace, float, int, int]:
     """Trace `repeats` prompts of a `batch` together, or blocks of decode steps after one, on the first device.
 

@@ -18,7 +18,6 @@ import psutil
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, Config
@@ -174,7 +173,6 @@ class Method(NamedTuple):
     start: Callable[[int], None]
     finish: Callable[[], None]
     restore: Callable[[], Any]
-    verify: Callable[[], None] | None = None  # process 0 only
 
 
 def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
@@ -183,7 +181,7 @@ def time_saves(folder: Path, size: int, repeats: int) -> dict[str, list[float]]:
     Returns seconds: `stall` of training, `commit` until it is durable, `cold` and `warm` to restore and verify it.
     """
     state = make_state(size, _SMALL, jax.devices()[:1])
-    method = make_method(folder, state, abstract(state))._replace(verify=None)  # restoring verifies, too
+    method = make_method(folder, state, abstract(state))
     rows = [time_save(method, step) | time_restores(method, folder, state) for step in range(repeats + 1)][1:]
     return {name.removeprefix("restore_"): [row[name] for row in rows] for name in rows[0]}
 
@@ -223,12 +221,7 @@ def make_method(folder: Path, state: Any, abstract: Any, verify: Any = "hash") -
         restored = restore_newest(CheckpointStore(folder, CheckpointConfig()), lambda _: abstract, print)
         return None if restored is None else restored.state
 
-    def verify_newest() -> None:
-        step = store.latest()
-        if jax.process_index() == 0 and step is not None and (wrong := verify_checkpoint(folder / str(step))):
-            raise RuntimeError(wrong[0])
-
-    return Method(start, finish, restore, verify_newest if verify != "none" else None)
+    return Method(start, finish, restore)
 
 
 def time_save(method: Method, step: int) -> dict[str, float]:
@@ -241,7 +234,7 @@ def time_save(method: Method, step: int) -> dict[str, float]:
 def time_restores(
     method: Method, folder: Path, state: dict[str, jax.Array], kinds: Sequence[str] = ("cold", "warm")
 ) -> dict[str, float]:
-    """Return the seconds to restore and to verify, from a cold and a warm page cache; RuntimeError for wrong values."""
+    """Return the seconds to restore from a cold and a warm page cache; RuntimeError for wrong values."""
     seconds, arrays = dict[str, float](), dict[str, jax.Array]()
 
     def restore() -> None:
@@ -256,8 +249,6 @@ def time_restores(
             if not _equal(x, arrays[name]):
                 raise RuntimeError(f"{name} was restored from {folder} with wrong values.")
         arrays.clear()
-        if method.verify is not None:
-            seconds[f"verify_{kind}"] = largest(elapsed(method.verify))
     return seconds
 
 

@@ -40,7 +40,7 @@ def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Calla
     config = replace(config, train=replace(config.train, compute_dtype=dtype))
     program = Programs(config, validated_kernels(config), jax.devices()[:1])[0]
     state = jax.jit(lambda: init_state(program))()
-    gradient = jax.jit(program.placement.gradient(make_local_loss(program)))
+    gradient = jax.jit(program.placement.gradient(make_local_loss(program), program.remat != "full"))
     batch = jax.device_put({name: rows[None] for name, rows in make_rows(tokens_bs).items()})
 
     def step() -> float:

@@ -195,7 +195,6 @@ def totals(size: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _table(name: str, sizes: Sequence[Mapping[str, Any]]) -> Table:
-    """Make a table of the fastest candidate of each kernel, and of the reference."""
     rows = []
     for size in sizes:
         every, best = totals(size), dict[str, str]()

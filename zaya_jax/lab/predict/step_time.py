@@ -1,10 +1,13 @@
-"""The model of a step's time: work and collectives at the rates that `Hardware.reached` and `links` assume."""
+"""The model of a step's time: work at `Hardware.rates`, or at assumed ones, and collectives at those of `links`."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from zaya_jax.hardware.data_sheets import DATA_SHEET, Hardware, LinkAssumptions
+from zaya_jax.hardware.data_sheets import DATA_SHEET, FIRST_SEEN, Hardware, LinkAssumptions, Rate
+
+_FEW = 1e4  # FLOPs or bytes that make no difference
 
 
 class Work(NamedTuple):
@@ -13,15 +16,53 @@ class Work(NamedTuple):
     component: str  # of the step's time, such as 'matmuls'
     bytes: float = 0.0  # read and written
     flops: float = 0.0  # floating-point operations
-    rate: Literal["matmul", "kernel"] = "matmul"  # fraction of the peak that the operations reach, see `Assumptions`
+    rate: Literal["matmul", "kernel", "layers"] = "matmul"  # fraction of the peak that is reached, see `Assumptions`
     fp32: bool = False  # whether they are in fp32; fp64 counts as fp32, which is faster
     launches: float = 1  # kernels, of which each takes a fixed time at least
+    kernel: str = ""  # name of the kernel, or of a sum that was measured as a whole
+
+    @property
+    def name(self) -> str:
+        """What measured times are of: the kernel, or the component."""
+        return self.kernel or self.component
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return the predicted time: that of the operations, the bytes or the launches, whichever is longest."""
+        """Return the predicted time: a measured one in proportion, or the operations' or the bytes' at assumed rates.
+
+        A kernel that has changed since it was measured takes the shorter of the two, or the longer if `hardware.slow`.
+        """
         reached, (compute, memory) = hardware.reached, self._at_peaks(hardware)
-        fraction = reached.kernel if self.rate == "kernel" else reached.matmul
-        return max(compute / fraction, memory / reached.memory, self.launches * reached.launch)
+        moves = self.rate == "kernel" and not self.flops
+        seconds = max(compute / getattr(reached, self.rate), memory / (reached.moving if moves else reached.memory))
+        if rate := self._nearest(hardware):
+            least = Work("", rate.bytes, rate.flops, fp32=rate.fp32).roofline(hardware)
+            share = max(compute, memory) / least
+            if least >= reached.launch:
+                measured = rate.seconds * share
+            else:  # of a launch that waits more than it works: smaller ones are between no and proportional gain
+                measured = rate.seconds * math.sqrt(share) if share < 1 else max(rate.seconds, seconds)
+            ends = (measured,) if rate.current else (seconds, measured)
+            seconds = max(ends) if hardware.slow else min(ends)
+        return max(seconds + self.launches * reached.gap, self.launches * reached.launch)
+
+    def _nearest(self, hardware: Hardware) -> Rate | None:
+        """Return the rate whose FLOPs and bytes have the smallest ratios to these; None if there is none."""
+        if self.waits(hardware):
+            return None
+        own = (rate for rate in hardware.rates if (rate.work, rate.fp32) == (self.name, self.fp32))
+        return min(own, key=self._distance, default=None)
+
+    def within(self, part: str) -> "Work":
+        """Return the work as that of a part of the step, if it only moves bytes: what XLA fuses differs by part."""
+        return self if self.kernel or self.flops else self._replace(kernel=f"{self.component} in {part}")
+
+    def waits(self, hardware: Hardware) -> bool:
+        """Return whether it is XLA's, and so little that it takes what any launch takes."""
+        return self.rate != "kernel" and self.roofline(hardware) < 0.1 * hardware.reached.launch
+
+    def _distance(self, rate: Rate) -> float:
+        flops = math.log((self.flops + _FEW) / (rate.flops + _FEW))
+        return abs(flops) + abs(math.log((self.bytes + _FEW) / (rate.bytes + _FEW)))
 
     def roofline(self, hardware: Hardware) -> float:
         """Return the seconds that it takes at the data sheet's peaks, without a launch."""
@@ -29,6 +70,24 @@ class Work(NamedTuple):
 
     def _at_peaks(self, hardware: Hardware) -> tuple[float, float]:
         return self.flops / (hardware.fp32_peak if self.fp32 else hardware.peak), self.bytes / hardware.bandwidth
+
+
+def basis(hardware: Hardware, name: str) -> str:
+    """Return a sentence on what predicted times of a device of this name are based on."""
+    if hardware.rates:
+        changed = "" if all(rate.current for rate in hardware.rates) else "; of kernels that have changed since, ranges"
+        return f"Times are predicted from what {hardware.rated}{changed}."
+    if hardware.measured:
+        matmul, kernel = (f"{share:.0%}" for share in (hardware.reached.matmul, hardware.reached.kernel))
+        return (
+            f"Times are predicted from measured speeds: matmuls at {matmul} of the fastest square, kernels at {kernel}."
+        )
+    return f"Times are ranges, since no {name} was measured: {FIRST_SEEN}."
+
+
+def span(ends: Iterable[float], text: Callable[[float], str]) -> str:
+    """Return the text of a range from its two ends; of one value if both read the same."""
+    return " to ".join(dict.fromkeys(map(text, ends)))
 
 
 class Timeline:

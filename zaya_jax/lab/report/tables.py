@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from zaya_jax.run.table import NONE, Cell, Row, Table, make_pairs, make_table, number, percent, quantity, share
+from zaya_jax.run.table import NONE, Cell, Row, Table, make_pairs, make_table, number, percent, quantity, same, share
 
 Result = dict[str, Any]
 
@@ -24,11 +24,6 @@ def _table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell], *
         else:
             cells[head] = column
     return make_table(title, rows, cells, *remarks)
-
-
-def _same(*keys: str) -> dict[str, str]:
-    """Return columns whose heads are their keys."""
-    return {key: key for key in keys}
 
 
 def _axes(row: Row) -> str:
@@ -59,7 +54,7 @@ def _preflight(result: Result) -> list[Table]:
     for check in result["checks"]:
         scale, unit = UNITS.get(check["unit"], (1.0, check["unit"]))
         rows.append(check | {"value": number(check["value"], scale), "unit": unit})
-    return [make_table("Checks", rows, _same("check", "status", "value", "unit", "message"))]
+    return [make_table("Checks", rows, same("check", "status", "value", "unit", "message"))]
 
 
 def _memory(result: Result) -> list[Table]:
@@ -105,7 +100,7 @@ def _collectives(result: Result) -> list[Table]:
         rows |= {f"{place}{name}": f"{half}.{field}" for name, field in fields.items()}
     if any("peer_busbw" in row for row in result["results"]):
         rows["nccl-tests, bus (GB/s)"] = "peer_busbw"
-    case = {**_same(*_CASE), "axes": _axes}
+    case = {**same(*_CASE), "axes": _axes}
     remarks = (
         "α is the latency, β the algorithm bandwidth, each with its 95 % confidence interval.",
         "– as the end of an interval means that the measurements give no upper bound.",
@@ -172,7 +167,7 @@ def _step(result: Result) -> list[Table]:
     columns = {"part": "part", "measured (ms)": "measured", "share": lambda row: percent(row["measured"] / step)}
     columns |= {"predicted (ms)": "predicted", "roofline (ms)": "roofline"}
     longest = {"time (ms)": quantity("ms", unit=1.0), "calls": quantity("calls", unit=1.0)}
-    longest |= _same("part", "opcode", "instruction")
+    longest |= same("part", "opcode", "instruction")
     return [
         _table(f"Time of a {what} by part", rows, columns, *remarks),
         make_table("The instructions that take longest", result.get("instructions", []), longest),
@@ -180,30 +175,20 @@ def _step(result: Result) -> list[Table]:
 
 
 def _context(result: Result) -> list[Table]:
-    scaling = []
-    for length, kinds in result["scaling"].items():
-        scaling += [{"length": int(length), "attention": kind, **power} for kind, power in kinds.items() if power]
-
     def median(row: Row) -> str:
         return number(statistics.median(row["seconds"]), 1e-3)
 
     case = {"tokens": "length", "attention": "attention"}
     rows = {"devices": "devices", "compiled (MiB)": "bytes_per_device", "peak (MiB)": "peak", "median (ms)": median}
-    powers = {"fitted": lambda row: f"{row['exponent']:.2f}"}
-    powers |= {"between the two largest numbers": lambda row: f"{row['last']:.2f}"}
-    ideal = "-1 is ideal: twice the devices, half the memory on each."
-    return [
-        _table("Context-parallel attention: memory per device and time", result["results"], case | rows),
-        _table("Exponent of memory per device against the number of devices", scaling, case | powers, ideal),
-    ]
+    return [_table("Context-parallel attention: memory per device and time", result["results"], case | rows)]
 
 
 def _sizing(result: Result) -> list[Table]:
-    columns = {**_same("rule", "status", "value"), "predicted loss": share("loss"), "change": "advice"}
+    columns = {**same("rule", "status", "value"), "predicted loss": share("loss"), "change": "advice"}
     phases = result["phases"]
     reasons = {finding["rule"]: finding for findings in phases.values() for finding in findings}
     tables = [make_table(f"Phase {phase}", findings, columns) for phase, findings in phases.items()]
-    return [*tables, make_table("Rules", reasons.values(), _same("rule", "reason", "source"))]
+    return [*tables, make_table("Rules", reasons.values(), same("rule", "reason", "source"))]
 
 
 _MAKERS = (_describe, _preflight, _memory, _gemm, _collectives, _storage, _step, _context, _sizing)

@@ -31,7 +31,9 @@ class Mirror(MetricSink):
         self._name, self._open_sink, self._folder, self._say = name, open_sink, folder, say
         self._sink: MetricSink | None = None
         self._synced_file = folder / name / "synced_step"
-        self._safe = max(first, _read_step(self._synced_file))
+        self._safe = first
+        with contextlib.suppress(OSError, ValueError):  # without it, the sink gets all rows
+            self._safe = max(first, int(read_file(self._synced_file)))
         self._newest, self._fails, self._retry_at = step, False, 0.0
         self._closing = False
         if rewinds:
@@ -96,7 +98,6 @@ class Mirror(MetricSink):
         write_atomically(self._synced_file, f"{self._safe}\n")
 
     def _missing(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Read the rows that the sink does not have."""
         if self._safe >= self._newest:
             return []
         timings = {row["step"]: row for row in read_rows(self._folder / TIMINGS)}
@@ -121,12 +122,6 @@ class Mirror(MetricSink):
                     rows = f"Training continues; {rows} zaya_jax tries {self._name} again after a later checkpoint."
                 self._say(f"train.sinks: {self._name} failed: {reason}. {rows}")
             self._fails = True
-
-
-def _read_step(path: Path) -> int:
-    with contextlib.suppress(OSError, ValueError):  # without it, the sink gets all rows
-        return int(read_file(path))
-    return 0
 
 
 def scalars(row: dict[str, Any], prefix: str = "") -> dict[str, int | float]:

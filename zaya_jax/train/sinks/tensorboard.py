@@ -44,9 +44,8 @@ class TensorBoardSink(MetricSink):
         """Write the scalars of a step."""
         numbers = scalars(metrics) | scalars(timings, "timings/")
         values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
-        self._writer.write_event(
-            event_pb2.Event(step=metrics["step"], wall_time=time.time(), summary=summary_pb2.Summary(value=values))
-        )
+        summary = summary_pb2.Summary(value=values)
+        self._writer.write_event(event_pb2.Event(step=metrics["step"], wall_time=time.time(), summary=summary))
 
     def sync(self) -> str:
         """Flush the file."""

@@ -97,10 +97,8 @@ def _meshes(sweep: Sweep) -> list[AnyMesh]:
     if not sweep.devices:
         meshes = [_mesh(sweep.layout)]
     elif jax.process_count() > 1:
-        raise InputError(
-            "--devices needs a single process. In a job of several, set the sizes of the mesh axes, and --axis, which "
-            "measures groups of devices side by side."
-        )
+        advice = "set the sizes of the mesh axes, and --axis, which measures groups of devices side by side."
+        raise InputError(f"--devices needs a single process. In a job of several, {advice}")
     elif (most := max(sweep.devices)) > jax.device_count():
         raise InputError(f"--devices is {most}, but this process has {jax.device_count()}.")
     else:
@@ -151,7 +149,6 @@ def _message_groups(
 
 
 def _messages(messages: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Describe each message with its measured time, and print the time of a step's messages."""
     rows = []
     for message in messages:
         measured = (label(COLLECTIVES[message["operation"]]), message["axes"])

@@ -43,6 +43,7 @@ class CompiledStep(NamedTuple):
     kernels: list[KernelResources]  # resources of each kernel
     seconds: float  # time it took to trace and compile
     host_bytes: int  # peak memory of the process that compiled
+    stand_ins: str = ""  # a sentence on kernels in whose place a GPU would run others; '' without any
 
     @property
     def peak_memory(self) -> int:
@@ -79,8 +80,8 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         entry = parse((folder / STEP).read_text(encoding="utf-8"))
         kernels = read_resources("train_step", gpu, folder, folder / CODE_OBJECTS)
-    host_bytes = facts.pop("host_bytes")
-    return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
+    others = {name: facts.pop(name) for name in ("host_bytes", "stand_ins")}
+    return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), **others)
 
 
 def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:

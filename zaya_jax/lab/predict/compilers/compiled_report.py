@@ -5,17 +5,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zaya_jax.hardware.data_sheets import ASSUMPTIONS, LINKS, Hardware
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, LINKS, SLOW, Hardware
 from zaya_jax.lab.predict.compilers.collectives import mesh_axes
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep
 from zaya_jax.lab.predict.compilers.hlo import FUSIONS, Instruction, Place, shape_bytes, walk
 from zaya_jax.lab.predict.compilers.predict import Prediction, fusion_bytes, is_launch, launches
 from zaya_jax.lab.predict.compilers.resources import resource_cells, resource_heads
+from zaya_jax.lab.predict.step_time import span
 from zaya_jax.lab.result import table_lines
 from zaya_jax.run.table import NONE, Table, number, percent
 
 _GB, _MB, _MS = 1e9, 1e6, 1e-3
-_UNITS = _MS, _MS, 1e12, _GB  # of the fields of `PartCost`
+_UNITS = _MS, 1e12, _GB  # of the fields of `PartCost` after the time
 _LISTED = 8  # rows of a table in the text; the JSON has all
 LARGE = 50e6  # bytes of a move that is listed
 _MOVING = re.compile(
@@ -93,7 +94,10 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     sizes["outputs, not donated"] = memory["outputs"] - memory["donated"]
     sizes[f"sum, of {hardware.allocatable / _GB:.1f}"] = step.peak_memory
     components = [(name, part, part / total) for name, part in prediction.components.items() if part > 0.002 * total]
-    parts = [(name, *map(number, cost, _UNITS)) for name, cost in prediction.parts.items()]
+    parts = [
+        (name, span((cost.seconds, cost.most), lambda value: number(value, _MS)), *map(number, cost[1:4], _UNITS))
+        for name, cost in prediction.parts.items()
+    ]
     parts += [("collectives, exposed", number(exposed, _MS), NONE, NONE, NONE)] if exposed else []
     passes = ((_PASS[kind], str(count)) for kind, count in launch_rows(step.entry).items())
     costliest, moves = prediction.costliest[:_LISTED], move_rows(step.entry)
@@ -104,6 +108,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     listed = ((f"{x['times']:,}", number(x["bytes"], _MB), x["what"], x["place"]) for x in moves[:_LISTED])
     return [
         f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {used}",
+        *([f"  {step.stand_ins}"] if step.stand_ins else []),
         *section("memory per device, from the compiler", ("", "GB"), ((x, number(y, _GB)) for x, y in sizes.items())),
         *section(
             "predicted time per step", ("", "ms", ""), ((x, number(y, _MS), percent(z)) for x, y, z in components)
@@ -128,8 +133,9 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
     described |= {"collectives": collective_rows(prediction, axes), "moves": move_rows(step.entry)}
     described |= {"costliest": prediction.costliest, "kernels": [kernel._asdict() for kernel in step.kernels]}
     parts = {part: cost._asdict() for part, cost in prediction.parts.items()}
-    predicted = {"seconds": prediction.seconds, "components": prediction.components, "parts": parts}
-    predicted["assumptions"] = {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()}
+    predicted = {"seconds": prediction.seconds, "most": prediction.most, "parts": parts}
+    predicted["components"] = prediction.components
+    predicted["assumptions"] = {**ASSUMPTIONS._asdict(), "slow": SLOW._asdict(), "links": LINKS._asdict()}
     return described | {"predicted": predicted}
 
 
@@ -153,7 +159,7 @@ def _kernel_lines(step: CompiledStep) -> list[str]:
     ours = {call.kernel for place in walk(step.entry) for call in place.instructions if call.kernel}
     listed = [kernel for kernel in step.kernels if kernel.family in ours or kernel in spilling]
     most = {kernel.family: kernel for kernel in sorted(listed, key=lambda kernel: kernel.registers)}
-    rows = ((name[:29], *resource_cells(kernel)) for name, kernel in sorted(most.items()))
+    rows = ((name[:29], *resource_cells(kernel, step.gpu)) for name, kernel in sorted(most.items()))
     title = f"{len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory"
     atomic = ", ".join(sorted(kernel.name for kernel in step.kernels if kernel.is_atomic)) or "none"
     varying = f"  kernels with atomic operations, whose sums differ in the last bits between runs: {atomic}"

@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
     @property
     def kernel(self) -> str:
         """Name of a Pallas kernel; empty for other instructions."""
-        return self.attribute(r'op_name="[^"]*?([^"/]+)/pallas_call"')
+        return self.attribute(r'op_name="[^"]*?([^"/]+)/(?:pallas_call|mpmd_map)"')
 
     def called(self, attribute: str) -> str:
         """Return the computation that an attribute such as 'body' or 'calls' names; empty if there is none."""

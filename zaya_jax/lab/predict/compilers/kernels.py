@@ -148,5 +148,5 @@ def _tables(gpu: str, report: dict[str, Any]) -> Iterator[Table]:
     cells = []
     for row in report["kernels"]:
         kernel = KernelResources(**{key: value for key, value in row.items() if key != "dtype"})
-        cells.append([kernel.name, row["dtype"], *resource_cells(kernel)])
+        cells.append([kernel.name, row["dtype"], *resource_cells(kernel, gpu)])
     yield Table(f"{gpu}: kernels", ["kernel", "dtype", *resource_heads(gpu)], cells)

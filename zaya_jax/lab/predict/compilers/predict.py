@@ -31,6 +31,7 @@ class PartCost(NamedTuple):
     roofline: float = 0.0  # seconds at the data sheet's peaks, instruction by instruction
     flops: float = 0.0  # floating-point operations
     bytes: float = 0.0  # read and written
+    most: float = 0.0  # seconds at the slow end of what is not known of the device
 
 
 class Prediction(NamedTuple):
@@ -41,6 +42,7 @@ class Prediction(NamedTuple):
     parts: dict[str, PartCost]  # what each part of the step costs, see `ops.parts`, the costliest first
     exposures: list[Exposure]  # of each collective
     costliest: list[dict[str, Any]]  # rows of fusions and copies, `bytes` of their results, from the costliest
+    most: float = 0.0  # seconds of the whole step at the slow end of what is not known of the device
 
     @property
     def exposed_seconds(self) -> float:
@@ -66,7 +68,16 @@ def phase_shares(config: ModelConfig, context: int, axes: Mapping[str, int]) -> 
 
 
 def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Prediction:
-    """Predict the time of a compiled step on `hardware`, of whose kernels `shares` are computed."""
+    """Predict the time of a compiled step on `hardware`, of whose kernels `shares` are computed.
+
+    Branches of conditions count nothing: a usual step runs none that has work.
+    """
+    fast, slow = (_predict(entry, device, shares) for device in (hardware, hardware.slowest))
+    parts = {part: cost._replace(most=slow.parts[part].seconds) for part, cost in fast.parts.items()}
+    return fast._replace(parts=parts, most=slow.seconds)
+
+
+def _predict(entry: Place, hardware: Hardware, shares: Shares) -> Prediction:
     components, parts = defaultdict[str, float](float), defaultdict[str, PartCost](PartCost)
     exposures, moves = list[Exposure](), list[dict[str, Any]]()
 
@@ -85,13 +96,13 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
                 loop = place.loop(instruction)
                 timeline.now += loop.trips * run(loop)
             elif (work := instruction_work(place, instruction, shares)) is not None:
-                seconds = work.seconds(hardware)
+                part = instruction_part(place, instruction)
+                seconds = work.within(part).seconds(hardware)
                 timeline.now += seconds
                 components[work.component] += seconds * place.times
-                part = instruction_part(place, instruction)
-                once = (seconds, work.roofline(hardware), work.flops, work.bytes)
+                once = (seconds, work.roofline(hardware), work.flops, work.bytes, 0.0)
                 parts[part] = PartCost(*(x + place.times * more for x, more in zip(parts[part], once, strict=True)))
-                if work.component in ("fusions", "copies"):
+                if work.component in ("fusions", "scatters", "copies"):
                     row = {"seconds": seconds * place.times, "times": place.times, "place": place.label}
                     moves.append(row | {"what": instruction.title, "bytes": shape_bytes(instruction.shape)})
         return timeline.now
@@ -121,7 +132,8 @@ def _named_part(place: Place, instruction: Instruction) -> str:
 
 def is_launch(instruction: Instruction) -> bool:
     """True if an instruction launches a kernel; collectives do not count."""
-    return instruction.opcode in (*FUSIONS, "custom-call", "copy", "copy-start", "sort")
+    opcodes = (*FUSIONS, "custom-call", "copy", "copy-start", "sort")
+    return instruction.opcode in opcodes and instruction.custom_call != "AllocateBuffer"
 
 
 def launches(place: Place) -> int:
@@ -149,7 +161,9 @@ def instruction_work(place: Place, instruction: Instruction, shares: Shares = WH
     read = [place.shapes.get(name, "") for name in instruction.operands]
     moved = shape_bytes(instruction.shape) + sum(map(shape_bytes, read))
     if instruction.opcode in FUSIONS:
-        return Work("fusions", fusion_bytes(place, instruction))
+        body = place.computations[instruction.called("calls")]
+        scatters = any(inside.opcode == "scatter" for inside in body)  # which wait for each other
+        return Work("scatters" if scatters else "fusions", fusion_bytes(place, instruction))
     if instruction.opcode == "sort":
         return Work("sorts", moved)
     if instruction.opcode.startswith("copy"):
@@ -172,12 +186,13 @@ _Arrays = Sequence[tuple[str, tuple[int, ...]]]
 def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     share = {"grouped": shares.rows, "attention": shares.keys}.get(name.partition("_")[0], 1.0)
     rows = 1.0
-    if name.startswith("grouped"):  # one layer of a stack [l, e, p, q]
-        rows, shapes = shares.rows, [(dtype, sizes[-3:]) for dtype, sizes in shapes]
+    if name.startswith("grouped"):  # one layer of stacks: [l, e, p, q], and [l, t, q], both argument and result or read
+        kept = {(dtype, sizes[1:]) for dtype, sizes in shapes if len(sizes) == 3}
+        rows, shapes = shares.rows, [*kept, *((dtype, sizes[-3:]) for dtype, sizes in shapes if len(sizes) != 3)]
     moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
     fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
     family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", name)
-    return Work(f"kernel {family}", moved, share * _kernel_flops(name, shapes), "kernel", fp32)
+    return Work(f"kernel {family}", moved, share * _kernel_flops(name, shapes), "kernel", fp32, kernel=name)
 
 
 def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
@@ -203,6 +218,9 @@ def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
     return 0.0
 
 
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written into the first, in place
+
+
 def fusion_bytes(place: Place, instruction: Instruction) -> int:
     """Return the bytes that a fusion reads and writes; slices and updates in place count as much as they touch."""
     body = place.computations[instruction.called("calls")]
@@ -215,7 +233,7 @@ def fusion_bytes(place: Place, instruction: Instruction) -> int:
                 parts += read(user.name)
             elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
                 parts += sizes[user.name]
-            elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+            elif not (user.opcode in _UPDATES and user.operands[0] == name):
                 return sizes[name]
         return min(parts, sizes[name])
 
@@ -223,6 +241,6 @@ def fusion_bytes(place: Place, instruction: Instruction) -> int:
         x = by_name[name]
         if x.opcode in ("bitcast", "tuple"):
             return sum(map(written, x.operands))
-        return sizes[x.operands[1] if x.opcode == "dynamic-update-slice" else name]
+        return sizes[x.operands[_UPDATES[x.opcode]] if x.opcode in _UPDATES else name]
 
     return sum(read(x.name) for x in body if x.opcode == "parameter") + written(body[-1].name)

@@ -21,7 +21,7 @@ from zaya_jax.lab.predict.compilers.stand_ins import check_tools, load_stand_ins
 _PLUGINS = {"cuda": "jax_plugins.xla_cuda12", "rocm": "jax_plugins.xla_rocm7"}
 _NOT_INHERITED = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "PJRT_NAMES_AND_LIBRARY_PATHS")
 DUMP = "dump"  # folder of what XLA dumps
-CODE_OBJECTS = "code_objects"  # folder of AMD's kernels
+CODE_OBJECTS = "code_objects"  # folder of AMD's kernels, and of those for NVIDIA that XLA does not compile
 # Autotuning would run candidates on a GPU. Triton products are chosen by autotuning only.
 _FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
@@ -57,6 +57,7 @@ def environment(
         flags += f" --xla_gpu_cuda_data_dir={assembler.parent.parent} --xla_dump_emitter_re=ptx"
     clean |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     clean |= {"PJRT_NAMES_AND_LIBRARY_PATHS": "" if assembler else f"rocm:{plugin}", "XLA_FLAGS": flags}
+    clean |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": str(folder / CODE_OBJECTS)}
     clean["TF_XLA_HSACO_BITCODE_SIZE_THRESHOLD"] = "0"  # keeps the code objects of all kernels
     clean["TF_XLA_HSACO_CACHE_DIR"] = str(folder / CODE_OBJECTS)
     preset = PRESETS[name]
@@ -75,7 +76,7 @@ def _file(package: str, path: str) -> Path | None:
 
 
 def program_files(folder: Path, name: str) -> tuple[Path, Path]:
-    """Return the file of a program's HLO, and the folder of its code objects on AMD."""
+    """Return the file of a program's HLO, and that of its code objects."""
     return folder / f"{name}.hlo", folder / name
 
 
@@ -83,6 +84,7 @@ def load_compiler(name: str) -> None:
     """Make the compiler for a GPU of `GPUS` usable in this process, which must have its `environment`."""
     plugin, _ = find_toolchain(name)
     silence_plugins()
+    Path(os.environ["MOSAIC_GPU_DUMP_TO"]).mkdir(exist_ok=True)  # without it, Mosaic prints what it compiles
     if GPUS[name].platform == "rocm":
         load_stand_ins(plugin)
 
@@ -119,5 +121,5 @@ def compile_program(
     text.write_text(compiled.as_text(), encoding="utf-8")
     objects.mkdir()
     # Kernels of different programs can have the same name.
-    for file in (folder / CODE_OBJECTS).glob("*.hsaco"):
+    for file in (folder / CODE_OBJECTS).glob("*"):
         file.rename(objects / file.name)

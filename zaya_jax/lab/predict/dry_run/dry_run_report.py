@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted, require
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS, Hardware
-from zaya_jax.hardware.measurements import get_hardware
+from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
+from zaya_jax.lab.predict.calibration import get_device
 from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step, prove
 from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, predict
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
 from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
+from zaya_jax.lab.predict.step_time import basis, span
+from zaya_jax.ops.registry import check_pinned
 from zaya_jax.parallel.storage import StoredRow, storage_rows, storage_table
 from zaya_jax.run.progress import track
 from zaya_jax.run.table import format_table, size_text
@@ -36,8 +38,12 @@ class _Phase(NamedTuple):
         return self.compiled[1].seconds if self.compiled else self.estimate.step_seconds
 
     @property
-    def seconds(self) -> float:
-        return (self.step_seconds or 0.0) * self.estimate.steps
+    def most_seconds(self) -> float:
+        return self.compiled[1].most if self.compiled else self.estimate.most_seconds
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        return (self.step_seconds or 0.0) * self.estimate.steps, self.most_seconds * self.estimate.steps
 
 
 def dry_run(
@@ -50,7 +56,7 @@ def dry_run(
 ) -> str:
     """Estimate each phase on `devices` devices, compile its step for that many, and return the report, or its JSON.
 
-    `hardware` is as in `get_hardware`; None is that of `gpu`, or without both no times and no comparison of memory.
+    `hardware` is as in `get_device`; None is that of `gpu`, or without both no times and no comparison of memory.
     `gpu` names one of `compilers.gpus.GPUS` to compile for; None compiles for simulated CPU devices. With `suggest`,
     faster settings are searched.
 
@@ -59,13 +65,15 @@ def dry_run(
     """
     require(devices >= 1, "--devices", devices, "at least 1")
     config.check()
+    check_pinned(config.ops)
     if gpu is not None:
-        if hardware not in (None, gpu):
-            raise InputError(f"--hardware is {hardware}, but must be {gpu} or omitted with --compile-for {gpu}.")
         check_devices(gpu, devices)
+        if hardware is not None and get_device(hardware, devices).kinds != HARDWARE[gpu].kinds:
+            allowed = f"{gpu}, measurements of one, or omitted with --compile-for {gpu}"
+            raise InputError(f"--hardware is {hardware}, but must be {allowed}.")
         find_toolchain(gpu)
-        hardware = gpu
-    device = None if hardware is None else get_hardware(hardware, devices)
+        hardware = hardware or gpu
+    device = None if hardware is None else get_device(hardware, devices)
     if suggest and device is None:
         raise InputError("--suggest needs --hardware NAME or --compile-for GPU, to compare times.")
     programs, phases = simulated_programs(config, devices), list[_Phase]()
@@ -89,10 +97,13 @@ def dry_run(
         names = ", ".join(HARDWARE)
         summary.append(f"To estimate the step time and check that it fits in memory, add --hardware NAME ({names}).")
     elif len(phases) > 1:
-        total = _duration(sum(phase.seconds for phase in phases))
+        total = span(map(sum, zip(*(phase.seconds for phase in phases), strict=True)), _duration)
         summary.append(f"All phases: {total} on {counted(devices, 'device')}")
     for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
+    if others := sorted(config.ops.items() - programs.kernels.pinned.items()):
+        names = ", ".join(f"ops.{name}={kernel}" for name, kernel in others)
+        summary.append(f"Estimates are those of the default kernels in place of {names}.")
     details = ["\n".join(_details(phase, device)) for phase in phases]
     return "\n\n".join([_heading(devices, hardware, device, gpu), "\n".join(summary), *details])
 
@@ -111,44 +122,30 @@ def _unit(largest: float, name: str) -> tuple[float, str]:
     return size, f"{prefix}{name}"
 
 
-def _step(seconds: float) -> str:
-    return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms/step"
+def _step(seconds: float, most: float) -> str:
+    unit, name = (1.0, "s") if seconds >= 0.1 else (1e-3, "ms")
+    return f"{span((seconds, most), lambda value: f'{value / unit:.2f}')} {name}/step"
 
 
 def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str | None) -> str:
     first = counted(devices, "device")
     source = "estimated from shapes" if gpu is None else f"those of XLA's program for {gpu}"
-    lines = [f"Memory and network traffic are {source}."]
+    memory = f"Memory and network traffic are {source}."
     if device is None:
-        return "\n".join([first, *lines])
+        return "\n".join([first, memory])
     peak = f"{device.peak / 1e12:.3g} TFLOP/s" if device.measured else f"{device.peak / 1e12:.0f} TFLOP/s in bf16"
     first += f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, {peak}"
     if devices > 1 or not device.measured:
         node, between = (f"{speed / _GB:.0f} GB/s" for speed in (device.intra_node, device.inter_node))
         first += f"; links {node} within a node of {device.node_size}, {between} between nodes"
-    if device.measured:
-        lines += [
-            f"Times are predictions from measured speeds: matmuls at {device.reached.matmul:.0%} of the fastest "
-            f"square, kernels at {device.reached.kernel:.0%},",
-            "and twice the least memory traffic.",
-        ]
-    else:
-        within = f"NVLink at {LINKS.nvlink:.0%}" if device.switched else f"xGMI at {LINKS.xgmi:.0%}"
-        launch, latency = (f"{1e6 * seconds:.0f} µs" for seconds in (ASSUMPTIONS.launch, ASSUMPTIONS.latency))
-        lines += [
-            f"Times are predictions, not measurements: matmuls at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels "
-            f"at {ASSUMPTIONS.kernel:.0%},",
-            f"memory at {ASSUMPTIONS.memory:.0%} of its bandwidth, {within}, network adapters at {LINKS.adapter:.0%}, "
-            f"at least {launch} per kernel and",
-            f"{latency} per collective. On an H200 a step took 1.4 times as long.",
-        ]
-    return "\n".join([first, *lines])
+    return "\n".join([basis(device, name or ""), first, memory])
 
 
 def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     estimate = phase.estimate
     described = {"summary": _summary(phase, hardware), **estimate._asdict()}
     described["memory"] = {**estimate.memory._asdict(), "total": estimate.memory.total}
+    described["work"] = [work._asdict() for work in estimate.work]
     described["storage"] = [stored._asdict() for stored in phase.storage]
     described["transfers"] = [transfer._asdict() for transfer in estimate.transfers]
     compiled = compiler_report.as_json(*phase.compiled, estimate.axes) if phase.compiled else phase.proof
@@ -166,6 +163,8 @@ def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     speed = estimate.tokens / seconds / math.prod(estimate.axes.values())
     shares = {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])}
     summary = {"bytes": memory, "allocatable_bytes": hardware.allocatable, "fits": fits, "step_seconds": seconds}
+    least = speed * seconds / phase.most_seconds
+    summary |= {"most_step_seconds": phase.most_seconds, "least_tokens_per_second_per_device": least}
     summary |= {"tokens_per_second_per_device": speed, "phase_seconds": phase.seconds, "shares": shares}
     return summary | {"try": speedups(estimate, memory, hardware) if fits else advice(estimate, hardware)}
 
@@ -176,11 +175,13 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     if hardware is None or "fits" not in summary:
         return [f"Phase {name}: {size_text(summary['bytes'])} per device"]
     shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
-    speed = f"{summary['tokens_per_second_per_device']:,.0f} tokens/s per device, {_duration(summary['phase_seconds'])}"
+    least, most = (summary[f"{end}tokens_per_second_per_device"] for end in ("least_", ""))
+    speed = f"{span((least, most), '{:,.0f}'.format)} tokens/s per device, {span(summary['phase_seconds'], _duration)}"
     return [
         f"Phase {name}: {'fits' if summary['fits'] else 'DOES NOT FIT'}, {summary['bytes'] / _GB:.1f} of "
         f"{hardware.allocatable / _GB:.1f} GB per device that XLA may allocate",
-        f"  {_step(summary['step_seconds'])}, {speed}; {'predicted' if phase.compiled else 'estimated'}: {shares}",
+        f"  {_step(summary['step_seconds'], summary['most_step_seconds'])}, {speed}; "
+        f"{'predicted' if phase.compiled else 'estimated'}: {shares}",
         *([f"  try: {'; '.join(summary['try'])}"] if summary["try"] else []),
     ]
 
@@ -197,7 +198,7 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
     ]
     if phase.compiled is not None and hardware is not None:
         lines += compiler_report.details(*phase.compiled, hardware, estimate.axes)
-        seconds = _step(estimate.step_seconds or 0.0)
+        seconds = _step(estimate.step_seconds or 0.0, estimate.most_seconds)
         lines.append(f"  estimated without the compiler: {memory.total / _GB:.2f} GB, {seconds}")
     elif proof is not None:
         used = f"{proof['host_bytes'] / _GB:.1f} GB of this machine's memory"

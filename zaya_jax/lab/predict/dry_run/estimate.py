@@ -15,7 +15,7 @@ from zaya_jax.lab.predict.dry_run.memory import CountActivations, Memory, count_
 from zaya_jax.lab.predict.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.lab.predict.step_time import Timeline, Work
 from zaya_jax.model import arithmetic
-from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.registry import KernelSelection, pins_on, select_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.mesh import batch_shards
@@ -44,6 +44,8 @@ class PhaseEstimate(NamedTuple):
     bounds: dict[str, float]  # least seconds of a step, by compute, memory and network; {} without hardware
     keys: dict[str, str]  # keys of the configuration that set the phase's `batch`, `remat` and `parallel` layout
     seconds: dict[str, float]  # estimated time of a step by component; {} without hardware
+    most_seconds: float = 0.0  # time of a step at the slow end of what is not known of the hardware
+    work: tuple[Work, ...] = ()  # of a device in a step; () without hardware
 
     @property
     def step_seconds(self) -> float | None:
@@ -67,7 +69,8 @@ class DecodeEstimate(NamedTuple):
 
 def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
     """Make a run's programs on abstract devices; InputError if mesh axes or a batch do not divide over them."""
-    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
+    pinned = pins_on(TARGET.platform, config.ops)
+    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype, None, pinned)
     programs = Programs(config, kernels, devices)
     programs.check()
     return programs
@@ -125,16 +128,21 @@ def _with_times(estimate: PhaseEstimate, program: PhaseProgram, hardware: Hardwa
         seconds([sent for sent in estimate.transfers if sent.hidden == behind], mesh.shape, hardware, hardware.links)
         for behind in (True, False)
     )
-    work = [
-        *_matmuls(executed, program.remat, program),
-        Work("other memory traffic", bytes=reached.traffic * least, launches=0),
-        Work("kernel launches", launches=estimate.micro_batches * config.model.num_layers * reached.layer_launches),
-    ]
-    timeline = Timeline()
-    end = timeline.start(hidden)
-    times = timeline.run(work, hardware)
-    times["exposed network"] = timeline.wait(end) + timeline.wait(timeline.start(exposed))
-    return estimate._replace(bounds=bounds, seconds=times)
+    launches = estimate.micro_batches * config.model.num_layers * reached.layer_launches
+    traffic = Work("other memory traffic", bytes=reached.traffic * least, launches=0)
+    work = (*_matmuls(executed, program.remat, program), traffic)
+
+    def times(device: Hardware) -> dict[str, float]:
+        timeline = Timeline()
+        end = timeline.start(hidden)
+        components = timeline.run(work, device)
+        waits = launches * device.reached.launch  # of which measured times have as much as they can
+        components["kernel launches"] = max(waits - timeline.now, 0.0) if device.rates else waits
+        timeline.now += components["kernel launches"]
+        return components | {"exposed network": timeline.wait(end) + timeline.wait(timeline.start(exposed))}
+
+    most = sum(times(hardware.slowest).values())
+    return estimate._replace(bounds=bounds, seconds=times(hardware), most_seconds=most, work=work)
 
 
 def _newton_schulz(config: Config, repeats: Mapping[str, int]) -> float:
@@ -149,9 +157,9 @@ def _matmuls(flops: Mapping[str, float], remat: Remat, program: PhaseProgram) ->
     fp32_iterates = fp32 or config.optimizer.muon.newton_schulz_dtype != "bfloat16"
     layers = (flops["attention"] + flops["rest"]) * (4 / 3 if remat == "full" else 1)
     return [
-        Work(name, flops=layers / devices, rate="kernel", fp32=fp32, launches=0),
-        Work(name, flops=flops["head"] / devices, fp32=fp32, launches=0),
-        Work(name, flops=flops["newton_schulz"] / devices, fp32=fp32_iterates, launches=0),
+        Work(name, flops=layers / devices, rate="layers", fp32=fp32, launches=0, kernel="layers"),
+        Work(name, flops=flops["head"] / devices, fp32=fp32, launches=0, kernel="head"),
+        Work(name, flops=flops["newton_schulz"] / devices, fp32=fp32_iterates, launches=0, kernel="newton_schulz"),
     ]
 
 

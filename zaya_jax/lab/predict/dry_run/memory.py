@@ -71,7 +71,7 @@ def estimate_memory(
     master_weights, devices = device_bytes(state.params), placement.mesh.size
     single = micro_batches == 1 and devices > 1
     reduces = single or (placement.config.gradient_reduction == "micro_batch" and devices > 1)
-    scatters = any(leaf.in_layer and leaf.gathers for leaf in placement.leaves.values())
+    scatters = any(leaf.reduced_in_layers for leaf in placement.leaves.values())
     return Memory(
         parameters=master_weights,
         optimizer=device_bytes(state) - master_weights,
@@ -103,7 +103,7 @@ def _gradient_bytes(program: PhaseProgram, single: bool, reduces: bool) -> int:
             gathered = {name: x for name, x in layers.items() if placement.leaves[name].gathered}
             embedding = {name: x for name, x in copy.items() if program.roles[name] == "embedding" and devices > 1}
             return (layers, gathered, embedding), jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), copy)
-        parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
+        parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh)
         micro = differentiated(parts)
         return micro, {} if single else reduce_rest(micro, parts, None, placement.leaves, placement.mesh)
 
@@ -227,6 +227,6 @@ def _gathered_layer(program: PhaseProgram, single: bool) -> int:
         whole = math.prod(x.shape[1:]) * (placement.mesh.shape["fsdp"] if leaf.by_layer else 1)
         if gathers:
             total += whole * placement.dtypes[name].itemsize * (1 + 1 / layers)
-        if trained and (gathers or (leaf.in_layer and leaf.gathers)):
+        if trained and (gathers or leaf.reduced_in_layers):
             total += whole * 3 * sum_bytes(program) / layers
     return int(total)

@@ -30,8 +30,9 @@ from zaya_jax.lab.predict.compilers.compiled_report import section
 from zaya_jax.lab.predict.compilers.predict import phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import TARGET, PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.lab.predict.dry_run.memory import Activations, count_activations, residual_bytes
+from zaya_jax.lab.predict.step_time import span
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.registry import select_kernels
+from zaya_jax.ops.registry import pins_on, select_kernels
 from zaya_jax.run.progress import track
 from zaya_jax.run.table import number
 from zaya_jax.train.program import PhaseProgram, Programs
@@ -97,7 +98,8 @@ def candidates(
     config: Config, phase: int, devices: int, hardware: Hardware, layouts: Iterable[ParallelConfig], limit: float = inf
 ) -> list[Candidate]:
     """Return layouts, policies and micro-batches (powers of two) that may fit in `limit` seconds, by their bounds."""
-    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, config.ops)
+    pinned = pins_on(TARGET.platform, config.ops)
+    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype, None, pinned)
     context, found, products = config.context_for(config.phases[phase]), list[Candidate](), dict[Remat, float]()
     for parallel, remat in itertools.product(layouts, get_args(Remat)):
         for micro_batch in reversed(micro_batch_sizes(config, phase, devices // parallel.context)):
@@ -194,8 +196,8 @@ def suggestions(config: Config, phase: int, devices: int, hardware: Hardware, gp
     found = [(x, overrides(config, phase, x.config)) for x in suggest(config, phase, devices, hardware)]
     for index, (suggestion, change) in enumerate(track("comparing", found, lambda item: " ".join(item[1]))):
         estimate, compiled = suggestion.estimate, gpu is not None and index < COMPILED
-        row = {"overrides": change, "seconds": estimate.step_seconds, "bytes": estimate.memory.total}
-        row |= {"compiled": compiled, "refused": ""}
+        row = {"overrides": change, "seconds": estimate.step_seconds, "most": estimate.most_seconds}
+        row |= {"bytes": estimate.memory.total, "compiled": compiled, "refused": ""}
         if gpu is not None and compiled:
             try:
                 step = compile_step(suggestion.config, phase, gpu, devices)
@@ -203,7 +205,8 @@ def suggestions(config: Config, phase: int, devices: int, hardware: Hardware, gp
                 row["refused"] = str(error)
             else:
                 shares = phase_shares(config.model, config.context_for(config.phases[phase]), estimate.axes)
-                row |= {"seconds": predict(step.entry, hardware, shares).seconds, "bytes": step.peak_memory}
+                predicted = predict(step.entry, hardware, shares)
+                row |= {"seconds": predicted.seconds, "most": predicted.most, "bytes": step.peak_memory}
         row["fits"] = not row["refused"] and row["bytes"] <= hardware.allocatable
         rows.append(row)
     return sorted(rows, key=lambda row: (not row["fits"], not row["compiled"], row["seconds"]))
@@ -218,7 +221,8 @@ def suggestion_lines(phase: str, rows: list[dict[str, Any]]) -> list[str]:
         source, wrong = "compiled" if row["compiled"] else "estimated", f" ({row['refused'] or 'does not fit'})"
         change = " ".join(map(shlex.quote, row["overrides"])) or "none"
         size = number(row["bytes"], 1e9)
-        cells.append((number(row["seconds"]), size, source, change + ("" if row["fits"] else wrong)))
+        seconds = span((row["seconds"], row["most"]), number)
+        cells.append((seconds, size, source, change + ("" if row["fits"] else wrong)))
     return section(f"Fastest settings of phase {phase}", ("s/step", "GB", "source", "change"), cells, indent="")
 
 

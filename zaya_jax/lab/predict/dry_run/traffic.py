@@ -19,7 +19,7 @@ from zaya_jax.model.arithmetic import cached_values
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.optim.build import OPTIMIZERS
-from zaya_jax.parallel.gradient import reduction
+from zaya_jax.parallel.gradient import replicated_over
 from zaya_jax.parallel.mesh import AXES
 from zaya_jax.train.program import PhaseProgram
 
@@ -76,15 +76,15 @@ def _parameters(program: PhaseProgram, micro_batches: int) -> list[Transfer]:
 
     for name, leaf in placement.leaves.items():
         held, trained = local[name].size, name in program.trained
-        collectives = reduction(leaf, placement.mesh)
+        replicas = replicated_over(leaf, placement.mesh)
         # The layers of a single micro-batch gather their experts, in each pass that computes them.
         in_layers = micro_batches == 1 and leaf.gathered_in_layers and trained
         gathers = 2 if in_layers and program.remat != "none" else 1
         add("parameters", "all-gather", leaf.gathered, gathers * held * placement.dtypes[name].itemsize, in_layers)
         if trained:
-            add("gradients", "reduce-scatter", collectives.scatter, held * exact * times, leaf.in_layer)
-            scattered = held / math.prod(sizes[axis] for axis in collectives.scatter)
-            add("gradients of replicated parameters", "all-reduce", collectives.sum, 2 * scattered * exact * times)
+            add("gradients", "reduce-scatter", leaf.gathered, held * exact * times, leaf.reduced_in_layers)
+            scattered = held / math.prod(sizes[axis] for axis in leaf.gathered)
+            add("gradients of replicated parameters", "all-reduce", replicas, 2 * scattered * exact * times)
     return [Transfer(what, kind, axes, count, hidden) for (what, kind, axes, hidden), count in sent.items()]
 
 

@@ -202,7 +202,7 @@ def lines(result: dict[str, Any], devices: int, hardware: str) -> list[str]:
         f"{result['context']:,} tokens on one",
         f"{result['shapes']} shapes, with total and active parameters within {100 * result['parameter_band']:.3g} % of "
         f"the configuration's, and {low} to {high} layers",
-        "Times are predictions that assume the same fractions of the peaks for all widths; see the sizing rules.",
+        "Times are the fast ends, with the same fractions of the peaks for all widths; see the sizing rules.",
         *table_lines(table)[1:],
     ]
     if own is None:

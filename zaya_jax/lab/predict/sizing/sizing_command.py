@@ -8,7 +8,6 @@ from zaya_jax.config import Config, load_config
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.lab.verbs import add_config, add_flags, add_verb
 
 
@@ -16,7 +15,7 @@ def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(verbs, program, _run)
     add_config(verb)
-    names = f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives"
+    names = f"{', '.join(HARDWARE)}, a calibration.json of make gpu-report, or a folder with results of gemm and memory"
     flag, only = verb.add_argument, "--suggest only; default:"
     flag("--devices", type=int, default=8, metavar="N", help="number of devices (default: 8)")
     flag("--hardware", default="mi300x", metavar="NAME", help=f"hardware (default: mi300x): {names}")
@@ -46,16 +45,20 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     for flag in ("phase", "band", "layers", "png"):
         if getattr(parsed, flag) is not None and not parsed.suggest:
             raise InputError(f"--{flag} needs --suggest.")
-    config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
+    config = load_config(parsed.config, parsed.overrides)
     request = _check_request(parsed, config) if parsed.suggest else None
+    from zaya_jax.lab.predict.calibration import get_device
     from zaya_jax.lab.predict.sizing.rules import Measured, check_sizing, read_measured
     from zaya_jax.lab.predict.sizing.shapes import lines, suggest_shapes
+    from zaya_jax.lab.predict.step_time import basis
     from zaya_jax.lab.report.tables import TABLES
     from zaya_jax.lab.result import print_tables
 
-    folder = parsed.measured or (None if parsed.hardware in HARDWARE else parsed.hardware)
+    hardware = get_device(parsed.hardware, parsed.devices)
+    folder = parsed.measured or (None if parsed.hardware in HARDWARE or hardware.rates else parsed.hardware)
     source = "--measured" if parsed.measured else "--hardware"
     measured = Measured() if folder is None else read_measured(folder, source, config.model)
+    print(basis(hardware, parsed.hardware))
     result: dict[str, Any] = {key: getattr(parsed, key) for key in ("config", "overrides", "devices", "hardware")}
     if request is not None:
         gc.freeze()  # tracing makes many objects: a search for garbage should not visit all that was imported

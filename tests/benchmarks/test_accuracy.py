@@ -1,0 +1,127 @@
+"""What predictions are made of and compared with: the recordings, the shipped rates, and the page that shows both."""
+
+import functools
+import json
+import re
+
+import pytest
+
+from benchmarks.accuracy import read_configurations, table
+from benchmarks.gpu_report.calibration import as_work, calibration, device, predicted
+from tests.lab.compilers.test_schedule import TEXT
+from tests.train_helpers import ROOT
+from zaya_jax.hardware.data_sheets import FIRST_SEEN, HARDWARE, SLOW
+from zaya_jax.lab.measure.step_parts import configuration
+from zaya_jax.lab.measure.step_trace import Interval, Trace
+from zaya_jax.lab.predict.compilers.hlo import parse, walk
+from zaya_jax.lab.predict.compilers.predict import WHOLE, instruction_work, predict
+
+H200, FOLDER = HARDWARE["h200"], ROOT / "benchmarks/gpu/nvidia_h200"
+FOUND = read_configurations(FOLDER)
+PROGRAMS = [name for name in FOUND if "step" in name]
+
+
+@functools.cache
+def errors(name):
+    """Relative errors by part, '' for the whole, of what the other configurations predict."""
+    row, others = FOUND[name], device(calibration({other: x for other, x in FOUND.items() if other != name}))
+    parts, whole = predicted(row, others), row["seconds"]
+    large = {part: seconds for part, seconds in row["parts"].items() if seconds > 0.05 * whole}
+    return {"": sum(parts.values()) / whole - 1} | {part: parts[part] / large[part] - 1 for part in large}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_others_predict_a_whole_program_within_a_tenth(name):
+    assert abs(errors(name)[""]) < 0.1
+
+
+def test_all_parts_of_the_step_but_the_experts_are_within_a_fifth():
+    off = {part for part, error in errors("step of 24 layers").items() if abs(error) > 0.2}
+    assert off == {"experts"}, "docs/accuracy.md says why"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_was_measured_is_in_the_range_of_a_device_that_was_not(name):
+    low, high = (sum(predicted(FOUND[name], end).values()) for end in (H200, H200.slowest))
+    assert low < FOUND[name]["seconds"] < high
+    least, most, part = map(float, re.findall(r"[\d.]+", FIRST_SEEN))
+    assert least - 0.05 < FOUND[name]["seconds"] / low < most + 0.05
+    first = predicted(FOUND["step of 24 layers"], H200)
+    ratios = [seconds / first[name] for name, seconds in FOUND["step of 24 layers"]["parts"].items()]
+    assert max(ratios) == pytest.approx(part, abs=0.5)
+
+
+def test_the_slow_end_is_a_tenth_below_what_the_first_device_reached():
+    reached = {}
+    for work in FOUND["step of 24 layers"]["works"]:
+        if work["seconds"]:
+            own = (
+                ("kernel" if work["flops"] else "moving") if work["kernel"] else "matmul" if work["flops"] else "memory"
+            )
+            roofline, seconds = reached.get(own, (0.0, 0.0))
+            whole = work["times"] * as_work(work).roofline(H200)
+            reached[own] = roofline + whole, seconds + work["seconds"]
+    shares = {name: roofline / seconds / 1.1 for name, (roofline, seconds) in reached.items()}
+    assert shares["matmul"] >= SLOW.matmul  # products were faster than assumed
+    for name in ("kernel", "moving", "memory"):
+        assert getattr(SLOW, name) == pytest.approx(shares[name], rel=0.05), name
+    layers = next(rate for rate in calibration(FOUND)["rates"] if rate["work"] == "layers")
+    assert layers["flops"] / H200.peak / layers["seconds"] / 1.1 == pytest.approx(SLOW.layers, rel=0.05)
+    assert 1.1 * calibration(FOUND)["launch"] == pytest.approx(SLOW.launch, rel=0.05)
+
+
+def test_the_shipped_rates_are_those_of_the_recordings():
+    shipped = json.loads((ROOT / "zaya_jax/lab/predict/calibrations/h200.json").read_text(encoding="utf-8"))
+    assert shipped == json.loads(json.dumps(calibration(FOUND)))
+
+
+def test_kernels_are_as_unchanged_as_the_table_of_measured_kernels_says():
+    table = json.loads((ROOT / "zaya_jax/ops/tables/nvidia_h200.json").read_text(encoding="utf-8"))
+    of_table = {row["sources"] for row in table["operations"].values()}
+    advice = "put the table's digests into works.json, and run: python -m benchmarks accuracy --calibration FILE"
+    assert set(FOUND["step of 24 layers"]["sources"].values()) == of_table, advice
+
+
+def test_programs_that_were_compiled_again_are_those_that_were_recorded():
+    """Each part's FLOPs, and the times, are those of the files that recorded the programs."""
+    step = json.loads((FOLDER / "step.json").read_text())
+    flops = {}
+    for work in FOUND["step of 24 layers"]["works"]:
+        flops[work["part"]] = flops.get(work["part"], 0.0) + work["times"] * work["flops"]
+    for part in ("loss", "experts", "attention"):
+        assert flops[part] == pytest.approx(step["predicted"]["parts"][part]["flops"]), part
+    assert FOUND["step of 24 layers"]["seconds"] == pytest.approx(sorted(step["step_seconds"])[2], rel=1e-4)
+    whole = json.loads((FOLDER / "whole_8_layers.json").read_text())["results"]["ours"]["seconds"]["step"]
+    assert FOUND["step of 8 layers"]["seconds"] == pytest.approx(sum(whole) / 2, rel=1e-4)
+    for batch, row in json.loads((FOLDER / "decode.json").read_text())["batches"].items():
+        assert FOUND[f"decode step, batch {batch}"]["seconds"] == pytest.approx(row["untraced_seconds"], rel=1e-4)
+    for name, row in json.loads((FOLDER / "kernels.json").read_text())["results"].items():
+        assert FOUND[f"kernel {name}"]["seconds"] == row["median_seconds"]["kernel"]
+
+
+def test_the_page_has_every_recording_and_is_what_the_command_prints():
+    text = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
+    for folder in (ROOT / "benchmarks/gpu").iterdir():
+        assert table(folder) in text, f"python -m benchmarks accuracy --folder {folder} prints what has changed"
+        for path in folder.glob("*.json"):
+            assert f"`{path.name}`" in text, path
+    for name in FOUND:
+        assert f"| {name} |" in text
+
+
+def test_a_program_that_was_traced_launch_by_launch_is_predicted_exactly():
+    entry, now, seen = parse(TEXT), 0.0, []
+    for place in walk(entry):
+        for index, x in enumerate(place.instructions):
+            if work := instruction_work(place, x):
+                took = 2e3 if work.waits(H200) else 1e4 * (index + 1)  # what waits takes what a launch does
+                for _ in range(place.times):
+                    seen.append(Interval(now, now + took, "layers", x.opcode, x.name))
+                    now += took
+    ran = configuration(Trace(seen, entry, 0, 1, now / 1e9, "NVIDIA H200", 1), WHOLE, 1, now / 1e9)
+    row = {"hardware": {"device": "NVIDIA H200"}, "date": "", "versions": {}, **ran}
+    measured = device(calibration({"program": row}))
+    assert sum(predicted(row, measured).values()) == pytest.approx(now / 1e9, rel=1e-3)
+    computed = predict(entry, measured)
+    collectives = sum(exposure.exposed for exposure in computed.exposures)
+    assert computed.seconds - collectives == pytest.approx(now / 1e9, rel=1e-3)
