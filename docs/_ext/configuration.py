@@ -45,7 +45,7 @@ _EXAMPLES = {
     "train.batch.stepped": ["train.batch.stepped=[{until: 40_960, tokens: 2048}]"],
     "train.batch.stepped.INDEX.until": ["train.batch.stepped=[{until: 40_960, tokens: 2048}]"],
     "train.batch.stepped.INDEX.tokens": ["train.batch.stepped=[{until: 40_960, tokens: 2048}]"],
-    "optimizer.roles.ROLE.weight_decay": ["optimizer.roles.embedding.weight_decay=0"],
+    "optimizer.roles.attention.weight_decay": ["optimizer.roles.attention.weight_decay=0"],
     "ops": ["ops.attention=reference"],
     "parallel.data": ["parallel.data=4"],
     "data.corpus": ["data.corpus=zaya_jax"],
@@ -72,14 +72,14 @@ def _markdown(section: Section) -> str:
         lines += [f"The same keys are in {', '.join(f'`{place}`' for place in section.places)}.", ""]
     for key in section.keys:
         lines += [f"```{{confval}} {key.name}", f":type: {key.kind}", f":default: {key.default}", "",
-                  f"{key.meaning[0].upper()}{key.meaning[1:].rstrip('.')}.", "", f"Example: `{example(key)}`",
+                  key.sentence, "", f"Example: `{example(key)}`",
                   "```", ""]  # fmt: skip
     return "\n".join(lines)
 
 
 def example(key: Key) -> str:
     """Return overrides of configs/tiny.yaml that set the key to another value than its default, and are accepted."""
-    name = key.name.replace("phases.NAME", "phases.train").replace("ROLE", "embedding")
+    name = key.name.replace("phases.NAME", "phases.train")
     written = [_EXAMPLES[key.name]] if key.name in _EXAMPLES else ()
     for overrides in written or ([f"{name}={value}"] for value in _values(key)):
         try:

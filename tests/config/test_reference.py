@@ -12,8 +12,8 @@ from tests.config_helpers import SMALL, SOURCES, refused_to_load, written
 from zaya_jax.config import load_config, to_dict, to_yaml
 from zaya_jax.config.__main__ import explain, main
 from zaya_jax.config.loader import flatten_keys
-from zaya_jax.config.other_names import _BATCHES, _SAME, _SENTENCES, _STEPS, our_name
-from zaya_jax.config.reference import find_key, sections
+from zaya_jax.config.other_names import _IN_TOKENS, _SAME, _SENTENCES, TRANSLATED, example
+from zaya_jax.config.reference import generic, keys_by_place, sections
 from zaya_jax.config.shipped import shipped_names
 from zaya_jax.main import main as train
 
@@ -54,7 +54,8 @@ def test_every_key_of_a_configuration_is_found_with_its_own_names():
         tree = to_dict(load_config(name))
         tree["phases"] = {phase["name"]: phase for phase in tree["phases"]}
         for key, _ in flatten_keys(tree):
-            assert find_key(key) or find_key(key.rpartition(".")[0]), key  # a mixture's sources are no keys
+            # a mixture's sources are no keys
+            assert {generic(key), generic(key.rpartition(".")[0])} & {*keys_by_place()}, key
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
@@ -71,6 +72,9 @@ def test_a_key_is_explained_by_its_full_name(key):
     ("phases.pretrain.schedule", "phases.NAME.schedule", "phases.NAME.schedule.peak "),
     ("vocab_size", "model.vocab_size", "configs/tiny.yaml "),
     ("phases.x.tokens", "phases.NAME.tokens", "docs/training.md"),
+    ("phases.x.batch", "phases.NAME.batch", "phases.NAME.batch.stepped.INDEX.until "),
+    ("optimizer.roles", "One section for each", "optimizer.roles.bias.weight_decay "),
+    ("optimizer.roles.bias.weight_decay", "optimizer.roles.bias.weight_decay", "default "),
     ("learning rate", "key ", "optimizer.adamw.learning_rate "),
     ("lr", "lr is a name of other libraries. Here it is optimizer.muon.learning_rate", ""),
 ])  # fmt: skip
@@ -89,32 +93,32 @@ def test_an_unknown_word_is_refused_with_the_nearest(capsys):
 
 def test_names_of_other_libraries_lead_to_keys_that_exist():
     every = {key.name for key in KEYS} | {"parallel.fsdp"}
-    texts = [*_SAME, *_STEPS, *_SENTENCES]
+    texts = [*_SAME, *_IN_TOKENS, *_SENTENCES]
     named = {name for text in texts for name in re.findall(r"(?:\w+\.)+\w+|\brun_dir\b|\binit_from\b", text)}
     assert {name for name in named if not name.startswith("zaya_jax")} <= every
-    names = " ".join([*_SAME.values(), *_STEPS.values(), *_SENTENCES.values(), _BATCHES]).split()
-    assert len(names) == len(set(names))
+    names = " ".join([*_SAME.values(), *_IN_TOKENS.values(), *_SENTENCES.values()]).split()
+    assert len(names) == len(set(names)) == len(TRANSLATED)
     assert not {key.name for key in KEYS} & set(names)
 
 
 @given(steps=st.integers(1, 10**6), batch=st.integers(1, 64), context=st.integers(1, 4096))
 def test_steps_and_sequences_are_converted_by_the_sizes_of_the_configuration(steps, batch, context):
     tree = {"train": {"batch": {"tokens": batch * context}}, "data": {"context": context}, "phases": [{"name": "pre"}]}
-    (written_tokens,) = re.findall(r"phases\.pre\.tokens=([\d_]+)", our_name("max_steps", steps, tree))
+    (written_tokens,) = re.findall(r"phases\.pre\.tokens=([\d_]+)", example("max_steps", steps, tree))
     assert int(written_tokens) == steps * batch * context
-    (written_tokens,) = re.findall(r"train\.batch\.tokens=([\d_]+)", our_name("batch_size", batch, tree))
+    (written_tokens,) = re.findall(r"train\.batch\.tokens=([\d_]+)", example("batch_size", batch, tree))
     assert int(written_tokens) == batch * context
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("max_steps=10", "The key max_steps is unknown. Here it is phases.train.tokens, in tokens instead of steps: "
-                     "phases.train.tokens=40_960 for 10 steps of 4,096 tokens."),
-    ("train.max_steps=10", "The key train.max_steps is unknown. Here it is phases.NAME.tokens, in tokens instead of "
-                           "steps."),
+    ("max_steps=10", "The key max_steps is unknown. Here it is phases.NAME.tokens, in tokens. For 10 steps of 4,096 "
+                     "tokens: phases.train.tokens=40_960."),
+    ("train.max_steps=10", "The key train.max_steps is unknown. Here it is phases.NAME.tokens, in tokens."),
+    ("data.suffixes=.txt, .md", "data.suffixes is '.txt, .md', but must be a list, such as [.txt, .md]."),
     ("warmup_ratio=0.1", "The key warmup_ratio is unknown. Set phases.NAME.schedule.warmup_tokens to that share of the "
                          "phase's tokens."),
     ("optimizer.lr=1", "The key optimizer.lr is unknown. Here it is optimizer.muon.learning_rate for matrices, "
                        "optimizer.adamw.learning_rate for the rest."),
 ])  # fmt: skip
-def test_a_name_of_another_library_is_refused_with_ours(override, message):
+def test_names_and_forms_of_other_libraries_are_refused_with_ours(override, message):
     assert refused_to_load(Path("configs/tiny.yaml"), override) == message

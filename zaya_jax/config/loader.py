@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from zaya_jax.config.checks import item_keys, require, require_path, shown
 from zaya_jax.config.model import ModelConfig
-from zaya_jax.config.other_names import our_name
+from zaya_jax.config.other_names import TRANSLATED, example
 from zaya_jax.config.phases import PhaseConfig
 from zaya_jax.config.schema import Config
 from zaya_jax.config.shipped import find
@@ -184,8 +184,9 @@ def _build(cls: type, tree: Any, where: str) -> Any:
         if key not in fields:
             unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
             is_ours = cls.__module__.startswith("zaya_jax.config.")  # not the tasks of an evaluation
-            if is_ours and (translated := our_name(key, tree[key], None if where else tree)):
-                raise InputError(f"The key {unknown} is unknown.{translated}")
+            if is_ours and key in TRANSLATED:
+                converted = "" if where else example(key, tree[key], tree)
+                raise InputError(f"The key {unknown} is unknown. {TRANSLATED[key]}{converted}")
             hint = did_you_mean(key, fields, _join(where, "")) or ("" if where else _suggest_full_keys(key, tree))
             raise InputError(f"The key {unknown} is unknown.{hint} Allowed keys: {', '.join(fields)}.")
     hints = _type_hints(cls)
@@ -220,7 +221,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         nearest = did_you_mean(value, args) if isinstance(value, str) else ""
         raise InputError(f"{key} is {shown(value)}, but must be one of {', '.join(args)}.{nearest}")
     if origin is tuple:
-        require(isinstance(value, list), key, value, "a list")
+        such = f", such as [{value}]" if kind(value) == "text" else ""
+        require(isinstance(value, list), key, value, f"a list{such}")
         keys = item_keys(key, _names(value, args[0]))
         return tuple(_convert(args[0], item, item_key) for item, item_key in zip(value, keys, strict=True))
     if origin is Table:

@@ -47,12 +47,12 @@ _SAME = {
     "lora.rank": "lora_r lora_rank",
     "lora.alpha": "lora_alpha",
 }
-_STEPS = {  # numbers of steps here are numbers of tokens
+_IN_TOKENS = {  # sizes that other libraries count in steps or sequences
     "phases.NAME.tokens": "max_steps num_train_steps train_iters num_steps total_steps steps max_iters training_steps",
     "phases.NAME.schedule.warmup_tokens": "warmup_steps num_warmup_steps lr_warmup_iters warmup_iters lr_warmup_steps",
     "phases.NAME.schedule.decay_tokens": "decay_steps lr_decay_iters lr_decay_steps wsd_decay_steps",
+    "train.batch.tokens": "batch_size global_batch_size train_batch_size total_batch_size",
 }
-_BATCHES = "batch_size global_batch_size train_batch_size total_batch_size"  # in sequences
 _SENTENCES = {
     "A step accumulates as many micro-batches as fill train.batch.tokens: set train.batch.micro_batch, the sequences "
     "of each on a device.": "gradient_accumulation_steps accumulate_grad_batches grad_accum",
@@ -68,30 +68,33 @@ _SENTENCES = {
 }
 
 
-def our_name(name: str, value: Any = None, tree: Mapping[str, Any] | None = None) -> str:
-    """Return a sentence on what another library's name is called here, '' for an unknown one.
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for text, names in table.items() for name in names.split()}
 
-    A `value` in steps or sequences is converted by the sizes in `tree`, a configuration of plain values.
+
+TRANSLATED = (
+    {name: f"Here it is {key}, in tokens." for name, key in _by_name(_IN_TOKENS).items()}
+    | {name: f"Here it is {key}." for name, key in _by_name(_SAME).items()}
+    | _by_name(_SENTENCES)
+)
+
+
+def example(name: str, value: Any, tree: Mapping[str, Any]) -> str:
+    """Return our override for a value that another library counts in steps or sequences, '' for other names.
+
+    Sizes are taken from `tree`, a configuration of plain values.
     """
-    for sentence, names in _SENTENCES.items():
-        if name in names.split():
-            return f" {sentence}"
-    for ours, names in _SAME.items():
-        if name in names.split():
-            return f" Here it is {ours}."
-    step_tokens = _number(tree, "train", "batch", "tokens") or BatchConfig.tokens
-    context = _number(tree, "data", "context") or DataConfig.context
-    rows = [(ours, names, step_tokens, "steps") for ours, names in _STEPS.items()]
-    for ours, names, tokens, unit in [*rows, ("train.batch.tokens", _BATCHES, context, "sequences")]:
-        if name in names.split():
-            phases = (tree or {}).get("phases")
-            first = phases[0] if isinstance(phases, list) and phases and isinstance(phases[0], dict) else {}
-            key = ours if tree is None else ours.replace("NAME", str(first.get("name", PhaseConfig.name)))
-            example = ""
-            if tree is not None and type(value) is int and value > 0:
-                example = f": {key}={value * tokens:_} for {value:,} {unit} of {tokens:,} tokens"
-            return f" Here it is {key}, in tokens instead of {unit}{example}."
-    return ""
+    key = _by_name(_IN_TOKENS).get(name)
+    if key is None or type(value) is not int or value <= 0:
+        return ""
+    if key.startswith("train."):
+        tokens, unit = _number(tree, "data", "context") or DataConfig.context, "sequences"
+    else:
+        tokens, unit = _number(tree, "train", "batch", "tokens") or BatchConfig.tokens, "steps"
+    phases = tree.get("phases")
+    first = phases[0] if isinstance(phases, list) and phases and isinstance(phases[0], dict) else {}
+    key = key.replace("NAME", str(first.get("name", PhaseConfig.name)))
+    return f" For {value:,} {unit} of {tokens:,} tokens: {key}={value * tokens:_}."
 
 
 def _number(tree: Any, *keys: str) -> int | None:

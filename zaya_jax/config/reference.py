@@ -1,25 +1,18 @@
 """Meaning, type, bounds and default of every key, from the dataclasses and the comments on their fields."""
 
-import ast
 import dataclasses
 import functools
 import inspect
-import io
 import itertools
 import re
-import sys
-import tokenize
 import types
 import typing
 from collections.abc import Iterator
-from itertools import takewhile
-from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from zaya_jax.config.bounds import LARGEST, Range
 from zaya_jax.config.checks import shown
 from zaya_jax.config.loader import flatten_keys, load_config, to_dict
-from zaya_jax.config.optimizer import RolesConfig
 from zaya_jax.config.schema import Config
 from zaya_jax.config.shipped import shipped_names
 from zaya_jax.config.table import Table
@@ -31,12 +24,17 @@ _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or fals
 class Key(NamedTuple):
     """A key that holds a value, not only a section."""
 
-    name: str  # dotted; NAME stands for a name that the user chooses, ROLE for one of the roles, INDEX for a position
+    name: str  # dotted; NAME stands for a name that the user chooses, INDEX for a position
     kind: str  # its type and bounds
     default: str  # in YAML; `required` without one
     meaning: str
     hint: Any  # its type, without null and bounds
     field: dataclasses.Field
+
+    @property
+    def sentence(self) -> str:
+        """The meaning as a sentence."""
+        return f"{self.meaning[0].upper()}{self.meaning[1:].rstrip('.')}."
 
 
 class Section(NamedTuple):
@@ -56,23 +54,32 @@ def sections() -> list[Section]:
         places.setdefault(cls, []).append(name)
     documented = []
     for cls, names in places.items():
-        if cls is RolesConfig:
-            continue
         home, *others = sorted(names, key=lambda name: name.count("."))
         documented.append(Section(home, inspect.getdoc(cls) or "", list(_keys(cls, home)), others))
     return documented
 
 
-def find_key(name: str) -> Key | None:
-    """Return the key with a dotted name, in which names of phases and sources are the user's own; None if unknown."""
-    return next((key._replace(name=place) for pattern, place, key in _places() if pattern.fullmatch(name)), None)
+def generic(name: str) -> str:
+    """Return a dotted key with NAME and INDEX for the user's own names of phases and sources, and for positions."""
+    return re.sub(r"(\.stepped)\.[^.]+", r"\1.INDEX", re.sub(r"^(phases|data\.sources)\.[^.]+", r"\1.NAME", name))
+
+
+@functools.cache
+def keys_by_place() -> dict[str, Key]:
+    """Return each key at each of its places, by its generic name there."""
+    found = {}
+    for section in sections():
+        for key, place in itertools.product(section.keys, (section.name, *section.places)):
+            name = f"{place}.{key.field.name}".lstrip(".")
+            found[name] = key._replace(name=name)
+    return found
 
 
 def shipped_values(key: Key) -> dict[str, str]:
     """Return the values, in YAML, that shipped configurations give a key other than its default, by file."""
     values = {}
     for file, tree in _shipped().items():
-        texts = dict.fromkeys(format_value(value) for name, value in tree.items() if _pattern(key.name).fullmatch(name))
+        texts = dict.fromkeys(format_value(value) for name, value in tree.items() if generic(name) == key.name)
         if texts and list(texts) != [key.default]:
             values[file] = ", ".join(texts)
     return values
@@ -87,9 +94,9 @@ def to_yaml(config: Config, *, comments: bool = False) -> str:
 def _commented(tree: dict[str, Any], section: str) -> Iterator[str]:
     for name, value in tree.items():
         dotted = f"{section}.{name}".lstrip(".")
-        if key := find_key(dotted):
+        if key := keys_by_place().get(generic(dotted)):
             default = key.default if key.default == "required" else f"default: {key.default}"
-            yield f"# {key.meaning[0].upper()}{key.meaning[1:].rstrip('.')} ({key.kind}; {default})"
+            yield f"# {key.sentence.removesuffix('.')} ({key.kind}; {default})"
         if value and isinstance(value, dict):
             yield dump_yaml({name: None}).removesuffix(" null\n")
             yield from (f"  {line}" for line in _commented(value, dotted))
@@ -100,21 +107,6 @@ def _commented(tree: dict[str, Any], section: str) -> Iterator[str]:
                 yield from (f"  {line}" for line in _commented(item, f"{dotted}.0"))
         else:
             yield from dump_yaml({name: value}).splitlines()
-
-
-@functools.cache
-def _places() -> list[tuple[re.Pattern[str], str, Key]]:
-    """Return each key at each of its places, with a pattern of its dotted names."""
-    found = []
-    for section in sections():
-        for key, place in itertools.product(section.keys, (section.name, *section.places)):
-            name = f"{place}{key.name.removeprefix(section.name)}".lstrip(".")
-            found.append((_pattern(name), name, key))
-    return found
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"NAME|ROLE|INDEX", r"[^.]+", re.escape(name)))
 
 
 @functools.cache
@@ -132,10 +124,7 @@ def _occurrences(cls: type, name: str) -> Iterator[tuple[str, type]]:
     for field, hint in _fields(cls):
         inner, suffix = _inner(hint)
         if inner is not None:
-            own = "ROLE" if cls is RolesConfig else field.name
-            yield from _occurrences(inner, f"{name}.{own}{suffix}".lstrip("."))
-            if cls is RolesConfig:
-                return
+            yield from _occurrences(inner, f"{name}.{field.name}{suffix}".lstrip("."))
 
 
 def _fields(cls: type) -> Iterator[tuple[dataclasses.Field, Any]]:
@@ -157,12 +146,8 @@ def _inner(hint: Any) -> tuple[type | None, str]:
     if typing.get_origin(hint) in (tuple, Table):
         item = typing.get_args(hint)[0]
         suffix = ".NAME" if typing.get_origin(hint) is Table or hasattr(item, "name") else ".INDEX"
-        return (item, suffix) if _is_section(item) else (None, "")
-    return (hint, "") if _is_section(hint) else (None, "")
-
-
-def _is_section(hint: Any) -> TypeGuard[type]:
-    return dataclasses.is_dataclass(hint)
+        return (item, suffix) if isinstance(item, type) and dataclasses.is_dataclass(item) else (None, "")
+    return (hint, "") if isinstance(hint, type) and dataclasses.is_dataclass(hint) else (None, "")
 
 
 def _keys(cls: type, section: str) -> Iterator[Key]:
@@ -213,22 +198,17 @@ def format_value(value: Any) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-@functools.cache
 def _comments(cls: type) -> dict[str, str]:
     """Return the comment of each field: on its line, after its last line, or on the lines above it."""
-    source = Path(sys.modules[cls.__module__].__file__ or "").read_text(encoding="utf-8")
-    lines = source.splitlines()
-    comments_by_line = {
-        token.start[0]: token.string.removeprefix("#").strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT and "fmt: skip" not in token.string
-    }
-    (definition,) = (node for node in ast.walk(ast.parse(source))
-                     if isinstance(node, ast.ClassDef) and node.name == cls.__name__)  # fmt: skip
-    comments = {}
-    for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            above = takewhile(lambda line: lines[line - 1].strip().startswith("#"), range(node.lineno - 1, 0, -1))
-            numbers = [*reversed(list(above)), *range(node.lineno, (node.end_lineno or node.lineno) + 1)]
-            comments[node.target.id] = " ".join(comments_by_line[line] for line in numbers if line in comments_by_line)
-    return comments
+    comments: dict[str, list[str]] = {}
+    above: list[str] = []
+    last = above
+    fields = re.split(r"\n    (?:def|@)", inspect.getsource(cls))[0]
+    for line in fields.splitlines():
+        code, _, comment = line.partition("# ")
+        if field := re.match(r" {4}(\w+): ", code):
+            last = comments[field[1]] = above
+            above = []
+        if comment:
+            (last if code.strip() else above).append(comment)
+    return {name: " ".join(texts) for name, texts in comments.items()}
