@@ -32,7 +32,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-times quick lint docs parity compilers bench gpu-report soak wheel clean
+.PHONY: help train test test-times quick lint docs pages parity compilers bench gpu-report soak wheel clean
 
 help:
 	@echo "make train      train the tiny model on this machine, on its GPU if it has one (CONFIG=configs/... for another model, GPU= for the CPU)"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-times run the tests, and print their CPU-seconds by folder, and the slowest"
 	@echo "make lint       run ruff, basedpyright and the import contracts"
 	@echo "make docs       build the documentation site in build/docs"
+	@echo "make pages      rerun the commands whose output the README and docs/ show, and rewrite it (PAGES=... for some)"
 	@echo "make parity     compare with the PyTorch model of transformers, and through lm-eval (installs both)"
 	@echo "make compilers  compile for AMD and NVIDIA GPUs with XLA's compilers (installs them; no GPU is needed)"
 	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
@@ -76,6 +77,10 @@ lint: $(VENV)/.stamp-dev
 docs: $(VENV)/.stamp-docs
 	JAX_PLATFORMS=cpu $(PY) -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --conf-dir docs . build/docs
 	@echo "Open build/docs/index.html"
+
+# PAGES='README.md docs/data.md' for these only.
+pages: $(VENV)/.stamp-test
+	$(PY) -m tests.tools.pages $(PAGES)
 
 parity: $(VENV)/.stamp-parity
 	$(PY) -m pytest -m parity $(or $(PYTEST_ARGS),tests/parity tests/benchmarks)

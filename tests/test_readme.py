@@ -189,7 +189,7 @@ def test_extras_exist():
 def test_files_and_links_exist():
     links = [link.partition("#")[0] for link in re.findall(r"\]\(((?!https:)[^)]+)\)", README)]
     listed = [
-        line.split()[0] for block in blocks("text") for line in block.splitlines() if line.startswith("zaya_jax/")
+        line.split()[0] for block in blocks("none") for line in block.splitlines() if line.startswith("zaya_jax/")
     ]
     named = [name for name in NAMED if re.fullmatch(r"[\w./]+(\.(py|yaml|toml|md|jsonl?|png|svg|ipynb)|/)", name)]
     assert {"docs/loss.png", "zaya_jax/main.py", "configs/zaya1_8b.yaml"} <= {*links, *listed, *named}
