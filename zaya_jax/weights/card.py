@@ -37,7 +37,7 @@ model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")  # loads the base mod
 
 
 def model_card(weights: Weights, folder: Path, dtype: str, kind: Kind = "hf", base: str | None = None) -> str:
-    """Return the card of `weights`, exported to `folder` in `dtype`, as a folder of this `kind`; `peft` has a `base` model.
+    """Return the card of `weights`, exported to `folder` in `dtype`; a folder of the `kind` peft has a `base` model.
 
     Scores are those that the run folder has for this checkpoint, from the end of training and from `evaluate`. A file
     that cannot be read is named in the card.
