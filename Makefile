@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/tiny.yaml
 PYTEST_ARGS ?=
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 
 # Images for containers set it. Each process then compiles all that it imports, and pytest rewrites every assertion.
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,9 +16,12 @@ unexport PYTHONDONTWRITEBYTECODE
 PY = $(VENV)/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check --no-input
 # ZAYA_INSTALL='uv pip install --quiet --python $(PY)' is faster, but reads no pip.conf.
-ZAYA_INSTALL ?= $(PIP) install -qq
+ZAYA_INSTALL ?= $(PIP) install --progress-bar off
+# Of what pip prints, the larger packages as they arrive, and how many it unpacks.
+PROGRESS = awk '/ing .* \([0-9.]+ MB\)/ { print "  " $$(NF - 2) " " $$(NF - 1) " " $$NF; fflush() } \
+  /^Installing collected/ { print "  unpacking " NF - 3 " packages"; fflush() }'
 SPEC := pyproject.toml constraints.txt
-# The pip extra for this machine's GPU, detected from the drivers' device files; empty without a GPU.
+# The pip extra for this machine's GPU, detected from the drivers' device files; empty without a GPU. GPU= takes the CPU.
 GPU := $(if $(wildcard /dev/kfd),rocm,$(if $(wildcard /dev/nvidia*),cuda))
 
 # Rebuild an environment that was moved, or whose Python is gone.
@@ -27,15 +32,16 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-times quick lint docs parity compilers bench gpu-report soak wheel clean
+.PHONY: help train test test-times quick lint docs pages parity compilers bench gpu-report soak wheel clean
 
 help:
-	@echo "make train      train the tiny model on this machine (CONFIG=configs/... for another model)"
+	@echo "make train      train the tiny model on this machine, on its GPU if it has one (CONFIG=configs/... for another model, GPU= for the CPU)"
 	@echo "make test       run the tests"
 	@echo "make quick      check what your change can break, in about a minute (BASE=COMMIT: all changes since then)"
 	@echo "make test-times run the tests, and print their CPU-seconds by folder, and the slowest"
 	@echo "make lint       run ruff, basedpyright and the import contracts"
 	@echo "make docs       build the documentation site in build/docs"
+	@echo "make pages      rerun the commands whose output the README and docs/ show, and rewrite it (PAGES=... for some)"
 	@echo "make parity     compare with the PyTorch model of transformers, and through lm-eval (installs both)"
 	@echo "make compilers  compile for AMD and NVIDIA GPUs with XLA's compilers (installs them; no GPU is needed)"
 	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
@@ -46,10 +52,11 @@ help:
 	@echo
 	@echo "example: make train CONFIG=configs/recipe_tiny.yaml"
 
-train: $(VENV)/.stamp-run
+train: $(VENV)/.stamp-$(or $(GPU),run)
 	$(PY) -m zaya_jax.main --config $(CONFIG)
 
 test: $(VENV)/.stamp-test
+	$(if $(PYTEST_ARGS),,@$(PY) -m tests.tools.times)
 	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 # TIMES=FILE also writes them; tests/tools/times.json is what `make quick` plans with.
@@ -70,6 +77,10 @@ lint: $(VENV)/.stamp-dev
 docs: $(VENV)/.stamp-docs
 	JAX_PLATFORMS=cpu $(PY) -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --conf-dir docs . build/docs
 	@echo "Open build/docs/index.html"
+
+# PAGES='README.md docs/data.md' for these only.
+pages: $(VENV)/.stamp-test
+	$(PY) -m tests.tools.pages $(PAGES)
 
 parity: $(VENV)/.stamp-parity
 	$(PY) -m pytest -m parity $(or $(PYTEST_ARGS),tests/parity tests/benchmarks)
@@ -129,32 +140,32 @@ $(VENV)/.stamp-venv:
 # Each install includes the smaller ones, so it writes their stamps, too.
 $(VENV)/.stamp-run: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for training (a few minutes the first time)"
-	@$(ZAYA_INSTALL) -e . -c constraints.txt
+	@$(ZAYA_INSTALL) -e . -c constraints.txt | $(PROGRESS)
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for the tests (a few minutes the first time)"
-	@$(ZAYA_INSTALL) -e '.[test,notebooks]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,notebooks]' -c constraints.txt | $(PROGRESS)
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-soak: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for the slow tests (a few minutes the first time)"
-	@$(ZAYA_INSTALL) -e '.[test,notebooks,wandb]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,notebooks,wandb]' -c constraints.txt | $(PROGRESS)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing the packages for development (a few minutes the first time)"
-	@$(ZAYA_INSTALL) -e '.[dev]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[dev]' -c constraints.txt | $(PROGRESS)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing Sphinx for the documentation (a minute the first time)"
-	@$(ZAYA_INSTALL) -e '.[docs]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[docs]' -c constraints.txt | $(PROGRESS)
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing torch, transformers and lm-eval for the parity tests (a few minutes the first time)"
-	@$(ZAYA_INSTALL) -e '.[test,notebooks,parity,evaluation]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,notebooks,parity,evaluation]' -c constraints.txt | $(PROGRESS)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)-compilers/.stamp: PY = $(VENV)-compilers/bin/python
@@ -164,15 +175,15 @@ $(VENV)-compilers/.stamp: $(SPEC)
 	  echo "'$(VENV)-compilers' exists, but is not a Python environment. Remove it, or choose another: make VENV=.venv2"; \
 	  exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV)-compilers
-	@$(ZAYA_INSTALL) -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt | $(PROGRESS)
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-parity
 	@echo "Installing the projects that the benchmarks compare with"
-	@$(ZAYA_INSTALL) -e '.[test,notebooks,parity,evaluation,bench]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[test,notebooks,parity,evaluation,bench]' -c constraints.txt | $(PROGRESS)
 	@touch $@
 
 $(VENV)/.stamp-rocm $(VENV)/.stamp-cuda: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing JAX for this machine's GPU, [$(patsubst $(VENV)/.stamp-%,%,$@)] (a few minutes the first time)"
-	@$(ZAYA_INSTALL) -e '.[$(patsubst $(VENV)/.stamp-%,%,$@)]' -c constraints.txt
+	@$(ZAYA_INSTALL) -e '.[$(patsubst $(VENV)/.stamp-%,%,$@)]' -c constraints.txt | $(PROGRESS)
 	@touch $(VENV)/.stamp-run $@

@@ -18,8 +18,9 @@ from pathlib import Path
 import grimp
 import pytest
 
+from tests.tools.times import TIMES
+
 ROOT = Path(__file__).parent.parent.parent
-TIMES = Path(__file__).parent / "times.json"
 PACKAGES = ("zaya_jax", "pallas_kernels", "benchmarks")
 _ELSEWHERE = ("parity", "soak")  # not part of `make test`
 _NONE_RAN = 5  # status of pytest if all tests of the files are marked for other commands

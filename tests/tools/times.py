@@ -3,22 +3,28 @@
 Counts this process, the processes that a test starts, and those that tests share. CPU-seconds depend on the machine by
 a factor of two, so budgets ([tool.test-budgets] in pyproject.toml) are scaled by how much slower this machine is than
 the one that set them.
+
+`python -m tests.tools.times` says how long `make test` will take.
 """
 
 import contextlib
 import json
+import os
 import resource
 import subprocess
 import sys
 import tomllib
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+TIMES = Path(__file__).parent / "times.json"
 _SLOWEST = 15
+_WORKERS = 4  # at most, in the Makefile
 
 
 def cpu_seconds() -> float:
@@ -107,11 +113,11 @@ def folder(test: str) -> str:
     return parts[1] if len(parts) > 2 else parts[0]
 
 
-def reference_seconds() -> float:
-    """CPU-seconds of the imports that every test needs, the least of three: how fast this machine runs Python."""
+def reference_seconds(repeats: int = 3) -> float:
+    """CPU-seconds of the imports that every test needs, the least of a few: how fast this machine runs Python."""
     code = "import jax, flax, optax, orbax.checkpoint, grain, hypothesis"
     times = []
-    for _ in range(3):
+    for _ in range(repeats):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -128,3 +134,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Print where the results arrive, not in the workers."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Times())
+
+
+def expected_minutes(record: dict[str, Any], reference: float, cpus: int) -> float:
+    """Minutes of `make test` where the imports take `reference` CPU-seconds, from an earlier `record`."""
+    return record["total"] * reference / record["reference"] / min(cpus, _WORKERS) / 60
+
+
+def main() -> None:
+    """Say how long the tests will take on this machine."""
+    record = json.loads(TIMES.read_text(encoding="utf-8"))
+    minutes = expected_minutes(record, reference_seconds(1), os.cpu_count() or 1)
+    longer = "the first time, compiling takes about half as long again"
+    print(
+        f"The tests take about {max(minutes, 1):.0f} minutes here; {longer}. To test a change in a minute: make quick"
+    )
+
+
+if __name__ == "__main__":
+    main()

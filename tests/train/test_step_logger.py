@@ -2,6 +2,7 @@
 
 import os
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from tests.train_helpers import CONFIG, change
 from zaya_jax.config import PhaseConfig, SourceConfig, Table
 from zaya_jax.errors import Reason, RunStopped
 from zaya_jax.train import step_logger as module
+from zaya_jax.train.sinks import console
 from zaya_jax.train.sinks.console import ConsoleReport, _clock
 from zaya_jax.train.step_logger import StepLogger
 
@@ -161,10 +163,23 @@ def timings(seconds=0.5, tokens=100.0, flops=2e6, mfu=None):
     return {"seconds": seconds, "tokens_per_second": speed, "flops_per_second": flops * speed, "mfu": mfu}
 
 
-def test_a_line_every_few_steps_and_one_at_the_end(capsys):
+@pytest.fixture
+def write(monkeypatch):
+    """Report a step that took `seconds` of a clock, after a `pause` for evaluations and saves."""
+    now = [50.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+
+    def write(report, step, seconds=0.5, tokens=100.0, *, pause=0.0):
+        now[0] += pause + seconds
+        report.write(row(step), timings(seconds, tokens))
+
+    return write
+
+
+def test_a_line_every_few_steps_and_one_at_the_end(capsys, write):
     report = make()
     for step in range(1, 13):
-        report.write(row(step), timings())
+        write(report, step)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
     assert lines[0] == (
@@ -173,18 +188,36 @@ def test_a_line_every_few_steps_and_one_at_the_end(capsys):
     assert lines[2].endswith("| ETA 0:00")
 
 
-def test_a_slow_machine_is_told_how_to_shorten_the_run(capsys):
-    messages = []
-    for seconds in (120, 150):  # of each of 12 steps: 14 minutes are left after the fifth, or 17.5
-        report = make(phases=(PhaseConfig(12 * 256),))
-        for step in range(1, 11):
-            report.write(row(step), timings(seconds))
-        messages.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("step")])
-    five_minutes = 5 * 256 + 2 * 256  # what is done, and as many whole steps as fit
-    assert messages == [[], [
-        "This run takes about 18 minutes here. To train for about 5, stop it and start it with "
-        f"phases.train.tokens={five_minutes} and another run_dir.",
-    ]]  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "minutes", "offered"), [(0.1, 0, 0), (15, 0, 0), (30, 3, 0), (120, 12, 2), (150, 15, 1)]
+)
+def test_after_a_few_steps_the_console_says_how_long_the_run_takes_and_offers_a_shorter_one(
+    seconds, minutes, offered, capsys, write
+):
+    """Six of 12 steps are left. A shorter run has what is done, and the steps of about two minutes."""
+    report = make(phases=(PhaseConfig(12 * 256),))
+    for step in range(1, 13):
+        write(report, step, seconds)
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step")]
+    offer = (
+        " For one of about 2, stop it with Ctrl-C, and add to its command: "
+        f"phases.train.tokens={(6 + offered) * 256} run_dir=runs/run_short"
+    )
+    assert said == ([f"This run takes about {minutes} minutes here.{offer if offered else ''}"] if minutes else [])
+
+
+def test_the_time_left_follows_the_speed_slowly_and_counts_evaluations_and_saves(capsys, write):
+    report = make(1, phases=(PhaseConfig(1000 * 256),))
+    for step in range(1, 301):
+        write(report, step, 1.0, pause=5.0 if step % 10 == 0 else 0.0)
+    for step in range(301, 311):
+        write(report, step, 2.0)
+    etas = [line.rpartition("ETA ")[2].split(":") for line in capsys.readouterr().out.splitlines() if "ETA" in line]
+    left = [sum(int(part) * 60**power for power, part in enumerate(reversed(parts))) for parts in etas]
+    assert abs(left[299] - 700 * 1.5) < 0.05 * 700 * 1.5  # 1.5 s for each of 700 steps, with the pauses
+    changes = [abs(after + 1 - before) / before for before, after in pairwise(left[50:300])]
+    assert max(changes) < 0.1  # of the last steps alone, a pause would raise it by a half
+    assert left[299] < left[309] < 690 * 2
 
 
 def test_a_line_has_the_throughput_of_all_steps_since_the_last_one(capsys):
@@ -206,10 +239,10 @@ def test_throughput_counts_the_operations_of_the_steps_context_against_the_peak(
     assert short["mfu"] == (share and pytest.approx(share, abs=5e-4))
 
 
-def test_the_time_left_counts_the_budget_and_not_the_tokens_of_the_loss(capsys):
+def test_the_time_left_counts_the_budget_and_not_the_tokens_of_the_loss(capsys, write):
     report = make(2)
     for step in (1, 2):
-        report.write(row(step), timings(1.0, 25.0))
+        write(report, step, 1.0, 25.0)
     assert " 25 tokens/s " in (out := capsys.readouterr().out)
     assert out.rstrip().endswith("| ETA 0:10")
 

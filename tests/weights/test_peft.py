@@ -65,7 +65,8 @@ def test_the_adapters_added_as_peft_does_are_the_merged_export(folder, tmp_path)
         assert f"{PREFIX}model.layers.1.{name}.lora_A.weight" in adapters
     assert {path.name for path in (tmp_path / "peft").iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "generation_config.json"}  # fmt: skip
+        "generation_config.json", "README.md"}  # fmt: skip
+    assert f'base_model: "{folder / "model"}"' in (tmp_path / "peft" / "README.md").read_text()
 
 
 def test_layouts_can_be_undone():

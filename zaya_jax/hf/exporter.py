@@ -32,21 +32,22 @@ LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[
     "hf": (to_hf, tensors),
     "legacy": (to_legacy, legacy_tensors),
 }
+CARD = "README.md"
 _BLOCK = 2**26  # bytes of a tensor cast at once
 
 Read = Callable[[str, int | None], np.ndarray]
 
 
 def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax.typing.DTypeLike,
-                 layout: Layout = "hf", carry: str | Path | None = None,
+                 layout: Layout = "hf", carry: str | Path | None = None, card: str | None = None,
                  max_shard_bytes: int = 5 * 10**9) -> None:  # fmt: skip
     """Write a model atomically, from one process; the host holds one layer of one parameter at a time.
 
     `read` returns a parameter, given its name (`model.tree`) and its index in the stack (None if it is not stacked).
     Parameters get `dtype`; balancing biases are always fp32. The `layout` is 'hf' for current `transformers`
     (docs/reference.md §12.1), 'legacy' for the first release (§12.2). Tokenizer, chat template, generation files and
-    the special tokens of `config.json` are those of the folder `carry`. A file has at most `max_shard_bytes`, unless a
-    single tensor is larger.
+    the special tokens of `config.json` are those of the folder `carry`, and `README.md` is `card`. A file has at most
+    `max_shard_bytes`, unless a single tensor is larger.
 
     `InputError`, before anything is written, if `folder` is not empty, `carry` is not a folder, the layout cannot
     represent the architecture, or a value is not finite in `dtype`.
@@ -55,7 +56,8 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
     describe, names = LAYOUTS[layout]
     described = describe(config, kind.name)
     files, ids = complete_tokenizer_files(carry)
-    with output_folder(folder, files | {"config.json": json_text(described | ids)}) as partial:
+    files |= {"config.json": json_text(described | ids)} | ({CARD: card} if card else {})
+    with output_folder(folder, files) as partial:
         _write_weights(partial, list(names(config)), _latest(read), kind, max_shard_bytes)
 
 
@@ -147,7 +149,7 @@ def _latest(read: Read) -> Read:
 
 
 _WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", INDEX, "config.json", "adapter_config.json")
-_WRITTEN += TOKENIZER_FILES
+_WRITTEN += (CARD, *TOKENIZER_FILES)
 
 
 @contextlib.contextmanager

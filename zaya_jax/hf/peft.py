@@ -10,7 +10,7 @@ from typing import Any
 
 from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.hf.config import to_hf
-from zaya_jax.hf.exporter import Read, output_folder, stored_dtype, write_tensors
+from zaya_jax.hf.exporter import CARD, Read, output_folder, stored_dtype, write_tensors
 from zaya_jax.hf.tensors import tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.experts import HF_EXPERTS
@@ -22,18 +22,26 @@ from zaya_jax.run.files import json_text
 
 
 def write_peft_folder(
-    folder: Path, config: ModelConfig, lora: LoraConfig, base: str, read: Read, dtype: str, carry: Path | None
+    folder: Path,
+    config: ModelConfig,
+    lora: LoraConfig,
+    base: str,
+    read: Read,
+    dtype: str,
+    carry: Path | None,
+    card: str,
 ) -> None:
     """Write adapters atomically; see `write_folder`.
 
     `lora` has their rank and scale. `base` is the folder or Hugging Face name of the base model, which `peft` loads.
-    `read` returns an adapter, given its name (`lora.adapter_names`) and its index in the stack.
+    `read` returns an adapter, given its name (`lora.adapter_names`) and its index in the stack. `README.md` is `card`.
     """
     kind = stored_dtype(dtype)
     to_hf(config, kind.name)  # raises for an architecture that `transformers` does not have
     role = roles(abstract_model(config))
     matrices = [tensor for tensor in tensors(config) if role.get(tensor.leaf) in ADAPTED]
     files, _ = complete_tokenizer_files(carry)
+    files[CARD] = card
     files["adapter_config.json"] = json_text(_adapter_config(matrices, lora, base))
     rows = [row for matrix in matrices for row in adapter_tensors(matrix, lora.rank)]
     with output_folder(folder, files) as partial:

@@ -19,6 +19,7 @@ from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import slice_text
 from zaya_jax.run.files import expanded
 from zaya_jax.run.tokenizer import TOKENIZER, copy_tokenizer, special_ids
+from zaya_jax.weights.card import model_card
 from zaya_jax.weights.load import AdaptedWeights, open_weights
 from zaya_jax.weights.sources import PARAMETERS_ONLY, FolderWeights, saved_name, stack_groups
 
@@ -53,7 +54,8 @@ def export_hf(
     """
     weights = open_weights(source, "CHECKPOINT", base)
     weights.verify()
-    write_folder(folder, weights.config, weights.read, dtype, layout, carry or weights.tokenizer)
+    card = model_card(weights, folder, dtype, layout)
+    write_folder(folder, weights.config, weights.read, dtype, layout, carry or weights.tokenizer, card)
     hint = "" if (folder / TOKENIZER).exists() else " It has no tokenizer; add one with --carry FOLDER."
     return f"Exported {weights.folder} to {folder} in {dtype}.{hint}"
 
@@ -69,7 +71,8 @@ def export_peft(source: str, folder: Path, dtype: str, carry: Path | None = None
         raise InputError(f"{source} was trained without adapters (lora.rank), so it cannot be exported with --peft.")
     weights.verify()
     path, carry = _peft_base(weights), carry or weights.tokenizer
-    write_peft_folder(folder, weights.config, weights.lora, path, weights.adapters.read, dtype, carry)
+    card = model_card(weights, folder, dtype, "peft", path)
+    write_peft_folder(folder, weights.config, weights.lora, path, weights.adapters.read, dtype, carry, card)
     return f"Exported the adapters of {weights.folder} to {folder} in {dtype}; peft loads their base model from {path}."
 
 

@@ -150,10 +150,6 @@ def test_the_document_says_whether_a_fine_tune_fits():
         total = on(devices, reduce).memory.total
         assert f"{total / 1e9:.1f}" == size
         assert (total <= HARDWARE[name].allocatable) == (answer == "yes")
-    block = text.split("<!-- output: begin -->")[1].split("<!-- output: end -->")[0]
-    assert re.search(rf"peak +{on('1', 'step').memory.total / 1e9:.2f} GB ", block)
-    assert f"{on('1', 'step').memory.total / 1e9:.1f} of 135.0 GB per device" in block
-    assert re.search(r"\n  [\d.]+ to [\d.]+ s/step, ", block)  # wider, if more kernels have changed
 
 
 FINETUNE = (ROOT / "docs/finetune.md").read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, TextIO, cast
 
@@ -18,8 +19,10 @@ from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.run.command_output import Unescaped
 from zaya_jax.run.metrics import MetricSink
 
-_LONG = 900  # seconds; for longer runs on a CPU, the console says how to shorten them
-_SHORT = 300  # seconds of the shortened run
+_MEASURED = 5  # steps that are timed before the console says how long the run takes
+_LONG = 240  # seconds; for longer runs on a CPU, the console says how to shorten them
+_SHORT = 120  # seconds of the shortened run
+_SMOOTHING = 120.0  # seconds in which a step's weight in the ETA falls to 1/e
 
 
 class ConsoleReport(MetricSink):
@@ -38,7 +41,7 @@ class ConsoleReport(MetricSink):
         self._config, self._plan, self._phase = config, plan, None
         self._labels = {evaluator.name: evaluator.label for evaluator in evaluators}
         self._steps = total_steps(config)
-        self._may_be_long = device == "cpu" and len(config.phases) == 1
+        self._says_how_long = device == "cpu" and len(config.phases) == 1
         no_preset = "Preset: none, because jax was imported before zaya_jax could set it"
         self._no_preset = "" if device == "cpu" else no_preset
         self._console = Console(file=cast(TextIO, Unescaped(sys.stdout)), highlight=False, soft_wrap=True, quiet=quiet)
@@ -47,11 +50,12 @@ class ConsoleReport(MetricSink):
         self._bar = Progress(*columns, console=self._console, disable=hidden, transient=True)
         self._task = self._bar.add_task("training", total=self._steps)
         self._timings: list[dict[str, Any]] = []  # since the last line
-        self._left = self._tokens_left(0)
+        # Of the steps so far, with evaluations and saves between them; older ones count for less.
+        self._tokens = self._seconds = 0.0
+        self._first_step, self._last = 0, None  # this process's first step; the last one, and when it was written
 
     def start(self, step: int = 0) -> None:
         """Print the active preset, and show the bar at `step` until `close`."""
-        self._left = self._tokens_left(step)
         self._bar.reset(self._task, completed=step)  # an update would count the resumed steps as speed
         self._bar.start()
         if header := describe_preset() or self._no_preset:
@@ -75,6 +79,7 @@ class ConsoleReport(MetricSink):
             self.say(f"Skipped step {step}: {row['skip']} (rows {row['rows'][0]} to {row['rows'][1]}).")
         self._timings.append(timings)
         self._bar.update(self._task, completed=step)
+        self._measure(step, timings["seconds"])
         if step % self._config.train.log_every and step != self._steps:
             return
         seconds = sum(each["seconds"] for each in self._timings)
@@ -87,29 +92,44 @@ class ConsoleReport(MetricSink):
         known = timings["mfu"] is not None
         work = f"MFU {100 * mean('mfu'):.1f} %" if known else f"{mean('flops_per_second') / 1e9:.1f} GFLOP/s"
         entropy = sum(row["load_entropy"]) / len(row["load_entropy"])
-        left = self._tokens_left(step)
-        eta = left * seconds / max(self._left - left, 1)  # tokens of the budget, padding included
         scores = "".join(f" | {label} {row[name]:.3f}" for name, label in self._labels.items() if name in row)
         skipped = f" | skipped {row['skipped']} in a row" if row["skipped"] else ""
         speed = f"{mean('tokens_per_second'):,.0f} tokens/s | {work}"
-        rest = f"load entropy {entropy:.3f} | ETA {_clock(eta)}{skipped}"
+        rest = f"load entropy {entropy:.3f} | ETA {_clock(self._seconds_left(step))}{skipped}"
         self.say(f"step {step}/{self._steps} | loss {row['loss']:.3f}{bits}{scores} | {speed} | {rest}")
-        if self._may_be_long and eta > _LONG:
-            self._advise(eta, left, step)
-        self._may_be_long = False
-        self._timings, self._left = [], left
+        self._timings = []
 
-    def _advise(self, eta: float, left: int, step: int) -> None:
-        """Tell a person with a slow machine how long the run takes, and how to shorten it."""
-        phase = self._config.phases[0]
-        batch, warmup = self._config.batch_for(phase).tokens, phase.schedule.warmup_tokens if phase.schedule else 0
-        tokens = max(warmup, tokens_before(self._config, step) + round(left * _SHORT / eta / batch + 0.5) * batch)
-        advice = f"stop it and start it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir"
-        self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, {advice}.")
+    def _measure(self, step: int, seconds: float) -> None:
+        """Add `step` to the speed, with the time since the one before, or its own `seconds` if it is the first."""
+        now, before = time.monotonic(), step - 1
+        if self._last is not None:
+            before, seconds = self._last[0], now - self._last[1]
+        weight = math.exp(-seconds / _SMOOTHING)
+        tokens = tokens_before(self._config, step) - tokens_before(self._config, before)  # padding included
+        self._tokens, self._seconds = weight * self._tokens + tokens, weight * self._seconds + seconds
+        self._first_step, self._last = self._first_step or step, (step, now)
+        if self._says_how_long and step - self._first_step == _MEASURED:
+            self._say_how_long(step)
+
+    def _say_how_long(self, step: int) -> None:
+        """Say how long the run takes, and how to shorten it if that is long."""
+        phase, left, seconds = self._config.phases[0], self._tokens_left(step), self._seconds_left(step)
+        text = f"This run takes about {seconds / 60:.0f} minutes here."
+        if seconds > _LONG:
+            batch, warmup = self._config.batch_for(phase).tokens, phase.schedule.warmup_tokens if phase.schedule else 0
+            steps = round(left * _SHORT / seconds / batch + 0.5)
+            tokens = max(warmup, tokens_before(self._config, step) + steps * batch)
+            changes = f"{self._config.phase_key(0)}.tokens={tokens} run_dir={self._config.run_dir}_short"
+            text += f" For one of about {_SHORT // 60}, stop it with Ctrl-C, and add to its command: {changes}"
+        if seconds > _SHORT:
+            self.say(text)
 
     def close(self) -> None:
         """Remove the bar."""
         self._bar.stop()
+
+    def _seconds_left(self, step: int) -> float:
+        return self._tokens_left(step) * self._seconds / max(self._tokens, 1)
 
     def _tokens_left(self, step: int) -> int:
         return tokens_before(self._config, self._steps) - tokens_before(self._config, step)
