@@ -61,13 +61,25 @@ def test_measured_work_takes_what_was_measured_and_changed_work_no_more_than_eit
     assert work.seconds(changed.slowest) == pytest.approx(max(seconds, work._replace(launches=0).seconds(slow)))
 
 
-def test_a_small_launch_is_between_no_gain_and_a_proportional_one():
-    rate = Rate("a", 0.0, 4e6, False, 2e-5)  # which waits: its bytes take less than a launch
+def test_a_launch_that_waits_more_than_it_works_waits_as_long_at_smaller_sizes():
+    rate = Rate("a", 0.0, 4e6, False, 2e-5)  # its bytes take less than a launch
     device = H200._replace(rates=(rate,))
     work = Work("kernel a", 1e6, 0.0, "kernel", kernel="a")
-    assert work.seconds(device) == pytest.approx(2e-5 / 2)
+    assert work.seconds(device) == 2e-5
     assert work._replace(bytes=8e6).seconds(device) == 2e-5
     assert work._replace(bytes=1e9).seconds(device) == pytest.approx(1e9 / H200.bandwidth / ASSUMPTIONS.moving)
+
+
+@given(works, st.floats(1.0, 8.0))
+def test_a_kernel_hides_neither_compute_nor_memory_behind_the_other(work, factor):
+    """With more bytes alone, a kernel takes more; what the vendor or XLA wrote only if its bytes take longest."""
+    device = H200._replace(rates=(Rate(work.name, work.flops, work.bytes, work.fp32, 1.0),))
+    compute, memory = work._at_peaks(device)
+    if compute + memory < device.reached.launch:
+        return
+    more = work._replace(bytes=factor * work.bytes).seconds(device)
+    together = sum if work.rate == "kernel" else max
+    assert more == pytest.approx(together((compute, factor * memory)) / together((compute, memory)))
 
 
 def test_kernels_that_have_changed_are_ranges():

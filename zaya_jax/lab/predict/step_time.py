@@ -35,12 +35,15 @@ class Work(NamedTuple):
         moves = self.rate == "kernel" and not self.flops
         seconds = max(compute / getattr(reached, self.rate), memory / (reached.moving if moves else reached.memory))
         if rate := self._nearest(hardware):
-            least = Work("", rate.bytes, rate.flops, fp32=rate.fp32).roofline(hardware)
-            share = max(compute, memory) / least
-            if least >= reached.launch:
+            peaks = Work("", rate.bytes, rate.flops, fp32=rate.fp32)._at_peaks(hardware)
+            # A program of our kernels computes a tile, then writes it, so that neither hides the other; the vendor's
+            # and XLA's do both at once.
+            together = sum if self.rate == "kernel" else max
+            share = together((compute, memory)) / together(peaks)
+            if max(peaks) >= reached.launch:
                 measured = rate.seconds * share
-            else:  # of a launch that waits more than it works: smaller ones are between no and proportional gain
-                measured = rate.seconds * math.sqrt(share) if share < 1 else max(rate.seconds, seconds)
+            else:  # of a launch that waits more than it works: a smaller one waits as long
+                measured = rate.seconds if share <= 1 else max(rate.seconds, seconds)
             ends = (measured,) if rate.current else (seconds, measured)
             seconds = max(ends) if hardware.slow else min(ends)
         return max(seconds + self.launches * reached.gap, self.launches * reached.launch)
