@@ -49,11 +49,11 @@ class Work(NamedTuple):
         return max(seconds + self.launches * reached.gap, self.launches * reached.launch)
 
     def _nearest(self, hardware: Hardware) -> Rate | None:
-        """Return the rate whose FLOPs and bytes have the smallest ratios to these; None if there is none."""
+        """Return the rate whose FLOPs and bytes have the smallest ratios to these, of current ones if there are any."""
         if self.waits(hardware):
             return None
         own = (rate for rate in hardware.rates if (rate.work, rate.fp32) == (self.name, self.fp32))
-        return min(own, key=self._distance, default=None)
+        return min(own, key=lambda rate: (not rate.current, self._distance(rate)), default=None)
 
     def within(self, part: str) -> "Work":
         """Return the work as that of a part of the step, if it only moves bytes: what XLA fuses differs by part."""
@@ -77,15 +77,17 @@ class Work(NamedTuple):
 
 def basis(hardware: Hardware, name: str) -> str:
     """Return a sentence on what predicted times of a device of this name are based on."""
-    if hardware.rates:
-        changed = "" if all(rate.current for rate in hardware.rates) else "; of kernels that have changed since, ranges"
-        return f"Times are predicted from what {hardware.rated}{changed}."
+    stale = {rate.work for rate in hardware.rates} - {rate.work for rate in hardware.rates if rate.current}
+    kernels = f"; of kernels in {hardware.tuned}, measured" if hardware.tuned else ""
+    kernels += "; of kernels that have changed since, ranges" if stale else ""
+    if hardware.rated:
+        return f"Times are predicted from what {hardware.rated}{kernels}."
     if hardware.measured:
         matmul, kernel = (f"{share:.0%}" for share in (hardware.reached.matmul, hardware.reached.kernel))
         return (
             f"Times are predicted from measured speeds: matmuls at {matmul} of the fastest square, kernels at {kernel}."
         )
-    return f"Times are ranges, since no {name} was measured: {FIRST_SEEN}."
+    return f"Times are ranges, since no {name} was measured: {FIRST_SEEN}{kernels}."
 
 
 def span(ends: Iterable[float], text: Callable[[float], str]) -> str:
