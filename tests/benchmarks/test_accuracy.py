@@ -137,6 +137,17 @@ def test_the_page_has_every_recording_and_is_what_the_command_prints():
             assert f"\n| {name} | {part} |" in text
 
 
+def test_the_figures_to_repeat_are_those_recorded():
+    step, whole = (json.loads((FOLDER / name).read_text()) for name in ("step.json", "whole_8_layers.json"))
+    for page in ("gpu.md", "compare.md"):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("**", "")
+        for row in (step, *whole["results"].values()):
+            figures = f"{row['tokens_per_second']:,.0f} | {row['tflops_per_second']:.0f} | {row['mfu']:.1%}".replace(
+                "%", " %"
+            )
+            assert f"| {figures} | {row['peak_bytes'] / 1e9:.1f} |" in text, page
+
+
 def test_a_program_that_was_traced_launch_by_launch_is_predicted_exactly():
     entry, now, seen = parse(TEXT), 0.0, []
     for place in walk(entry):
