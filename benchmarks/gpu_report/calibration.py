@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, Hardware, find_hardware
-from zaya_jax.lab.predict.calibration import CALIBRATION, calibrated, kernel_sources
-from zaya_jax.lab.predict.step_time import Work
+from zaya_jax.lab.predict.calibration import CALIBRATION, as_work, calibrated, divided, kernel_sources
 
 Configuration = Mapping[str, Any]
 _WAITING = 20e-6  # seconds of a launch, below which most of them wait rather than work
@@ -52,10 +51,8 @@ def calibration(found: Mapping[str, Configuration]) -> dict[str, Any]:
     for row in sorted(found.values(), key=_launches):
         known = device(content)
         for works, seconds in _undivided(row, known):
-            expected = [work["times"] * as_work(work).seconds(known) for work in works]
-            for work, share in zip(works, expected, strict=True):
-                if (own := seconds * share / sum(expected) / work["times"] - known.reached.gap) > 0:
-                    add(row, work, own)
+            for work, own in divided(works, seconds, known):
+                add(row, work, own)
     return content
 
 
@@ -63,15 +60,6 @@ def device(content: Mapping[str, Any]) -> Hardware:
     """Return the device of a calibration for the programs that were recorded: no kernel counts as changed."""
     hardware = calibrated(content, CALIBRATION)
     return hardware._replace(rates=tuple(rate._replace(current=True) for rate in hardware.rates))
-
-
-def as_work(row: Mapping[str, Any]) -> Work:
-    """Convert a recorded row to work: a row of `works` is one kernel launch, a row of `sums` adds no launches."""
-    launched = Work(row["component"], row["bytes"], row["flops"], "kernel" if row["kernel"] else "matmul", row["fp32"])
-    if row["component"]:
-        return launched._replace(kernel=row["kernel"]).within(row["part"])
-    rate = "layers" if row["kernel"] == "layers" else "matmul"
-    return launched._replace(rate=rate, launches=0, kernel=row["kernel"])
 
 
 def predicted(row: Configuration, hardware: Hardware) -> dict[str, float]:

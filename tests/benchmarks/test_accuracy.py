@@ -1,8 +1,11 @@
 """What predictions are made of and compared with: the recordings, the shipped rates, and the page that shows both."""
 
 import functools
+import itertools
 import json
+import math
 import re
+import statistics
 
 import pytest
 
@@ -19,25 +22,45 @@ from zaya_jax.lab.predict.compilers.predict import WHOLE, instruction_work, pred
 H200, FOLDER = HARDWARE["h200"], ROOT / "benchmarks/gpu/nvidia_h200"
 FOUND = read_configurations(FOLDER)
 PROGRAMS = [name for name in FOUND if "step" in name]
+# Calls of peers.json and tokamax.json that are not predicted: other libraries' kernels, and times that depend on data.
+OTHERS = re.compile(r"cudnn|tokamax|ragged_dot|packed|gather|scatter")
 
 
 @functools.cache
-def errors(name):
-    """Relative errors by part, '' for the whole, of what the other configurations predict."""
-    row, others = FOUND[name], device(calibration({other: x for other, x in FOUND.items() if other != name}))
-    parts, whole = predicted(row, others), row["seconds"]
-    large = {part: seconds for part, seconds in row["parts"].items() if seconds > 0.05 * whole}
-    return {"": sum(parts.values()) / whole - 1} | {part: parts[part] / large[part] - 1 for part in large}
+def rows():
+    """The cells of the table: what the other configurations predict of each, as a whole and by part."""
+    return [line.strip("| ").split(" | ") for line in table(FOLDER).splitlines() if line.startswith("|")][2:]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_others_predict_a_whole_program_within_a_tenth(name):
-    assert abs(errors(name)[""]) < 0.1
+def test_the_others_predict_whole_programs_within_a_tenth_and_all_else_within_a_fifth():
+    """Errors in brackets are of parts below a twentieth of their program."""
+    errors = {
+        (name, part): float(error.removesuffix(" %")) for name, part, *_, error, _, _ in rows() if error[0] != "("
+    }
+    assert {
+        key: error
+        for key, error in errors.items()
+        if abs(error) > (10 if key[0] in PROGRAMS and "whole" in key[1] else 20)
+    } == {}
+    assert sum(name in PROGRAMS for name, _ in errors) > 20
 
 
-def test_all_parts_of_the_step_but_the_experts_are_within_a_fifth():
-    off = {part for part, error in errors("step of 24 layers").items() if abs(error) > 0.2}
-    assert off == {"experts"}, "docs/accuracy.md says why"
+def test_time_of_compute_and_memory_adds_up_in_kernels_and_not_in_the_vendor_s_products():
+    """Pairs of launches of one kernel, or of products: their ratio by the sum, and by the larger, of both rooflines."""
+    sums, larger = [], []
+    for kernels in (True, False):
+        rows = [(as_work(work), work["seconds"] / work["times"]) for row in FOUND.values() for work in row["works"]
+                if work["seconds"] and work["flops"] > 1e9 and bool(work["kernel"]) == kernels]  # fmt: skip
+        pairs = [pair for pair in itertools.combinations(rows, 2) if pair[0][0].name == pair[1][0].name]
+        assert len(pairs) > 15
+        for mean, combine in ((sums, sum), (larger, max)):
+            off = (
+                abs(math.log(b / a * combine(x._at_peaks(H200)) / combine(y._at_peaks(H200))))
+                for (x, a), (y, b) in pairs
+            )
+            mean.append(statistics.mean(off))
+    assert sums[0] < 0.9 * larger[0]
+    assert larger[1] < 0.9 * sums[1]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -97,6 +120,10 @@ def test_programs_that_were_compiled_again_are_those_that_were_recorded():
         assert FOUND[f"decode step, batch {batch}"]["seconds"] == pytest.approx(row["untraced_seconds"], rel=1e-4)
     for name, row in json.loads((FOLDER / "kernels.json").read_text())["results"].items():
         assert FOUND[f"kernel {name}"]["seconds"] == row["median_seconds"]["kernel"]
+    for file, again in (("peers.json", ""), ("tokamax.json", ", again")):
+        for name, row in json.loads((FOLDER / file).read_text())["results"].items():
+            if not OTHERS.search(name):
+                assert FOUND[f"call {name}{again}"]["seconds"] == pytest.approx(row["ms"] / 1e3, rel=1e-3)
 
 
 def test_the_page_has_every_recording_and_is_what_the_command_prints():
@@ -105,8 +132,20 @@ def test_the_page_has_every_recording_and_is_what_the_command_prints():
         assert table(folder) in text, f"python -m benchmarks accuracy --folder {folder} prints what has changed"
         for path in folder.glob("*.json"):
             assert f"`{path.name}`" in text, path
-    for name in FOUND:
-        assert f"| {name} |" in text
+    for name, row in FOUND.items():
+        for part in ("**whole**", *row.get("parts", ())):
+            assert f"\n| {name} | {part} |" in text
+
+
+def test_the_figures_to_repeat_are_those_recorded():
+    step, whole = (json.loads((FOLDER / name).read_text()) for name in ("step.json", "whole_8_layers.json"))
+    for page in ("gpu.md", "compare.md"):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8").replace("**", "")
+        for row in (step, *whole["results"].values()):
+            figures = f"{row['tokens_per_second']:,.0f} | {row['tflops_per_second']:.0f} | {row['mfu']:.1%}".replace(
+                "%", " %"
+            )
+            assert f"| {figures} | {row['peak_bytes'] / 1e9:.1f} |" in text, page
 
 
 def test_a_program_that_was_traced_launch_by_launch_is_predicted_exactly():

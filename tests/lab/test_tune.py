@@ -9,6 +9,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import SMALL, packed_documents
 from zaya_jax.lab.measure import tune as room
 from zaya_jax.lab.measure.tune import DECIDING, deciding_cases, local_sizes, time_case, totals, tune
+from zaya_jax.lab.predict.calibration import as_work
 from zaya_jax.machine import __main__ as command
 from zaya_jax.ops import registry
 from zaya_jax.ops.kernel_table import REFERENCE, Choice, own_table, parse_table, read_choice
@@ -42,7 +43,7 @@ def test_candidates_are_timed_here_and_a_start_reads_the_table(capsys, monkeypat
     assert selection.measured["residual_norm"] == (read_choice(size),)
 
 
-def measured(monkeypatch, seconds):
+def measured(monkeypatch, seconds, target=EMULATED):
     """The rows of the table for the norm, if its variants take these times; an error if they take none."""
 
     def time_choice(case, kernels, repeats):
@@ -55,7 +56,7 @@ def measured(monkeypatch, seconds):
     monkeypatch.setattr(room, "time_case", time_choice)
     monkeypatch.setattr(room, "check_kernel", lambda selection, name, choice, *_, **__: (
         "it is wrong" if choice.variant == seconds.get("wrong") else "", True))  # fmt: skip
-    selection = select_kernels(EMULATED, SMALL.model, "bfloat16")
+    selection = select_kernels(target, SMALL.model, "bfloat16")
     case = deciding_cases(SMALL, "bfloat16")["residual_norm backward"]
     return room._tune(selection, "residual_norm", case, 24, SMALL, "bfloat16", 1)
 
@@ -79,6 +80,17 @@ def test_the_fastest_that_runs_and_is_right_is_chosen(monkeypatch, seconds, chos
     failed = {variant for variant, took in seconds.items() if took is None} | {seconds.get("wrong")} - {None}
     assert row["not_used"].keys() == failed
     assert next(iter(row["seconds"])) == DEFAULT  # which reports name the first
+
+
+def test_what_the_chosen_kernel_launches_is_kept_on_devices_that_are_predicted(monkeypatch):
+    h200, fast = Target("interpret", "NVIDIA H200"), {REFERENCE: 3.0, DEFAULT: 2.0, OTHER: 1.0}
+    (row,) = measured(monkeypatch, fast, h200)
+    works = [as_work(work) for work in row["works"]]
+    assert min(work["times"] for work in row["works"]) >= 1
+    assert sum(work.bytes for work in works) > 24 * 32 * 4, "emulated, a kernel is what XLA makes of it"
+    for others, target in ((fast, EMULATED), (fast | {REFERENCE: 0.5}, h200)):
+        (row,) = measured(monkeypatch, others, target)
+        assert "works" not in row
 
 
 def test_an_operation_of_which_nothing_runs_has_no_row(monkeypatch, capsys):

@@ -73,7 +73,8 @@ class Hardware(NamedTuple):
     # whether the figures were measured, see `measurements.read_measurements`; False for a data sheet
     measured: bool = False
     rates: tuple[Rate, ...] = ()  # of this kind of device, see `lab.predict.calibration`
-    rated: str = ""  # the device of the rates, and when they were measured
+    rated: str = ""  # the device of a calibration, and when it was measured; '' if there is none
+    tuned: str = ""  # the tables of measured kernels that gave rates; '' if none did
     slow: bool = False  # whether what is not known takes as long as it may, see `slowest`
 
     @property
@@ -81,7 +82,7 @@ class Hardware(NamedTuple):
         """The same device at the slow end of what is not known of it; itself if the speeds were measured."""
         if self.measured:
             return self
-        fixed = {"launch": self.reached.launch, "gap": self.reached.gap} if self.rates else {}
+        fixed = {"launch": self.reached.launch, "gap": self.reached.gap} if self.rated else {}
         return self._replace(slow=True, reached=SLOW._replace(**fixed))
 
     @property

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,18 +138,23 @@ def _file_name(device_kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
 
 
+def read_tables(say: Callable[[str], object], device_kind: str = "") -> Iterator[KernelTable]:
+    """Yield the user's own tables, then those that ship, of a kind of device or of all; `say` as in `find_table`."""
+    for folder in (own_table(device_kind).parent, _SHIPPED):
+        for path in sorted(folder.glob(f"{_file_name(device_kind) or '*'}.json")):
+            try:
+                content = read_object(path)
+                yield parse_table(content, device_kind or str(content.get("device")), str(path))
+            except (InputError, OSError) as error:
+                say(f"Not used: {error}")
+
+
 def find_table(target: Target, say: Callable[[str], object]) -> KernelTable | None:
     """Return the user's own table for a device, with what it lacks from the one that ships, or None without any.
 
     `say` is called with a sentence about a table that cannot be used.
     """
-    tables = []
-    for path in (own_table(target.device_kind), _SHIPPED / f"{_file_name(target.device_kind)}.json"):
-        try:
-            if path.exists():
-                tables.append(parse_table(read_object(path), target.device_kind, str(path)))
-        except (InputError, OSError) as error:
-            say(f"Not used: {error}")
+    tables = list(read_tables(say, target.device_kind))
     if len(tables) <= 1:
         return tables[0] if tables else None
     own, shipped = (table.content for table in tables)

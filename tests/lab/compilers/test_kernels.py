@@ -20,14 +20,16 @@ from tests.ops import test_gram_polynomial as gram_polynomial
 from tests.ops import test_residual_norm_kernel as residual_norm
 from tests.train_helpers import ROOT
 from zaya_jax.config import MuonConfig, OptimizerConfig, load_config
+from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.kernel_cases import EIGHT_B, cases, passes
 from zaya_jax.lab.measure.tune import DECIDING, deciding_cases, with_choice
+from zaya_jax.lab.predict.calibration import as_row, get_device
 from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.kernels import Request, compile_cases, moved_bytes, read_program
-from zaya_jax.lab.predict.compilers.predict import instruction_work
+from zaya_jax.lab.predict.compilers.kernels import Request, compile_cases, read_program
+from zaya_jax.lab.predict.compilers.predict import instruction_work, launched
 from zaya_jax.lab.predict.compilers.toolchain import compile_program
 from zaya_jax.model.loss import chunk_tokens, chunked_loss
-from zaya_jax.ops.kernel_table import Choice, tiles_of
+from zaya_jax.ops.kernel_table import Choice, own_table, sources_digest, tiles_of
 from zaya_jax.ops.registry import OPERATIONS, select_kernels
 from zaya_jax.optim.build import make_optimizer
 
@@ -79,6 +81,26 @@ def test_cases_launch_and_move_no_more_than_recorded(gpu):
                 assert program.bytes <= 1.2 * row["least_bytes"]
 
 
+@pytest.mark.parametrize("gpu", ["mi300x", "h200"])
+def test_a_case_takes_the_time_of_its_table(gpu, tmp_path, monkeypatch):
+    """On a device that was measured, and on one of which nothing else is known."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    entry = compiled(gpu)["experts backward"].entry
+    works = [as_row(part, work) | {"times": place.times} for place, _, part, work in launched(entry)]
+    size = {"dtype": "bfloat16", "rows": 1024, "widths": [], "implementation": "pallas", "tiles": {},
+            "seconds": {"pallas": {"plain": 1.0}}, "works": works}  # fmt: skip
+    rows = {"sources": sources_digest(*OPERATIONS["experts"].modules), "sizes": [size]}
+    kind = HARDWARE[gpu].kinds[0]
+    path = own_table(kind)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"device": kind, "operations": {"experts": rows}}))
+    kernels = [work for *_, work in launched(entry) if work.kernel]
+    assert {"class_sort", "grouped_swiglu", "grouped_outer"} <= {work.name for work in kernels}
+    device = get_device(gpu, 1)
+    for end in (device, device.slowest):
+        assert sum(work.seconds(end) for work in kernels) == pytest.approx(1.0, rel=0.01)
+
+
 def by_mosaic():
     return {"step": passes(CASES["attention backward"], with_kernel("h200", "attention", "mosaic"))}
 
@@ -126,7 +148,7 @@ def test_an_optimizer_step_moves_what_it_must(tmp_path):
     assert done.returncode == 0, done.stderr
     for form in ("sum", "ema"):
         entry = read_program(form, "h200", tmp_path).entry
-        moved = sum(moved_bytes(entry, x) for x in entry.instructions)
+        moved = sum(work.bytes for place, _, _, work in launched(entry) if place is entry)
         momentum, update = 4 + 4 + 4 + 2, 2 + 4 + 4
         assert momentum + update <= moved / (4 * 256 * 512) < 1.01 * (momentum + update)
 

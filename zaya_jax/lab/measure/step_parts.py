@@ -22,9 +22,8 @@ from zaya_jax.hardware.presets import TRACED
 from zaya_jax.lab.measure.step_trace import Trace, attribute, instruction_rows, read_trace
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.measure.training_steps import place_rows, random_tokens, time_train_steps
-from zaya_jax.lab.predict.calibration import find_device, get_device, kernel_sources
-from zaya_jax.lab.predict.compilers.hlo import walk
-from zaya_jax.lab.predict.compilers.predict import Shares, instruction_part, instruction_work, phase_shares, predict
+from zaya_jax.lab.predict.calibration import as_row, find_device, get_device, kernel_sources
+from zaya_jax.lab.predict.compilers.predict import Shares, launched, phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.lab.predict.step_time import Work
 from zaya_jax.lab.report.tables import TABLES
@@ -170,25 +169,20 @@ def configuration(
     """
     if find_device(trace.device) is None:
         return {}
-    names = ("part", "component", "kernel", "flops", "bytes", "fp32")
     took, rows = defaultdict[str, float](float), dict[tuple[Any, ...], dict[str, Any]]()
     for interval in trace.intervals:
         took[interval.name] += (interval.end - interval.start) / 1e9 / trace.steps
-    for place in walk(trace.entry):
-        for x in place.instructions:
-            if (work := instruction_work(place, x, shares)) is None:
-                continue
-            inside = place.computations.get(x.called("calls"), ()) if x.opcode.endswith("-start") else ()
-            part, seconds = instruction_part(place, x), sum(took[name] for name in (x.name, *(y.name for y in inside)))
-            key = (part, work.component, work.kernel, work.flops, work.bytes, work.fp32, seconds > 0)
-            row = rows.setdefault(key, {**dict(zip(names, key, strict=False)), "times": 0, "seconds": 0.0})
-            row["times"] += place.times * calls
-            row["seconds"] += seconds
+    for place, x, part, work in launched(trace.entry, shares):
+        inside = place.computations.get(x.called("calls"), ()) if x.opcode.endswith("-start") else ()
+        seconds = sum(took[name] for name in (x.name, *(y.name for y in inside)))
+        row = rows.setdefault((part, work, seconds > 0), {**as_row(part, work), "times": 0, "seconds": 0.0})
+        row["times"] += place.times * calls
+        row["seconds"] += seconds
     parts = {part: time / trace.steps for part, time in attribute(trace.intervals).parts.items()}
     known = {name: sum(parts.get(part, 0.0) for part in of) for name, of in _SUMS.items()}
     known["other memory traffic"] = untraced - sum(known.values())
-    sums = [{**dict(zip(names, ("", "", x.name, x.flops, x.bytes, x.fp32), strict=True)), "times": 1,
-             "seconds": known[x.name]} for x in estimated if x.name in known]  # fmt: skip
+    measured = [x._replace(component="", kernel=x.name) for x in estimated if x.name in known]
+    sums = [as_row("", work) | {"times": 1, "seconds": known[work.name]} for work in measured]
     sources = {row["kernel"]: kernel_sources(row["kernel"]) for row in (*rows.values(), *sums) if row["kernel"]}
     return {"seconds": untraced, "parts": parts, "sources": sources, "works": [*rows.values()], "sums": sums}
 

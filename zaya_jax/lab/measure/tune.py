@@ -17,8 +17,12 @@ from zaya_jax.config import Config, load_config
 from zaya_jax.config.shipped import shipped
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.lab.kernel_cases import SMALL, Case, Sizes, cases, drawn, experts_of_a_step, passes
 from zaya_jax.lab.measure.timing import Queue, time_calls
+from zaya_jax.lab.predict.calibration import as_row
+from zaya_jax.lab.predict.compilers.hlo import parse
+from zaya_jax.lab.predict.compilers.predict import launched
 from zaya_jax.lab.predict.dry_run.estimate import simulated_programs
 from zaya_jax.lab.result import describe_run, print_tables
 from zaya_jax.ops import kernel_table
@@ -167,7 +171,16 @@ def _tune(
         return []
     tiles = {each: [list(tile.sizes), tile.warps, tile.stages] for each, tile in choice.tiles}
     row = {"dtype": dtype, "rows": rows, "widths": list(widths(operation, sizes.model, dtype))}
-    return [row | {"implementation": choice.kernel, "tiles": tiles, "seconds": times, "not_used": reasons}]
+    row |= {"implementation": choice.kernel, "tiles": tiles, "seconds": times, "not_used": reasons}
+    predicted = choice.kernel != REFERENCE and find_hardware(target.device_kind)
+    return [row | {"works": case_works(case, with_choice(selection, name, choice))} if predicted else row]
+
+
+def case_works(case: Case, kernels: KernelSelection) -> list[dict[str, Any]]:
+    """Return the launches of a case's program, from which `lab.predict.calibration` divides its time."""
+    run, arguments = passes(case, kernels)
+    text = jax.jit(run, donate_argnums=tuple(range(case.held))).lower(*arguments).compile().as_text()
+    return [as_row(part, work) | {"times": place.times} for place, _, part, work in launched(parse(text or ""))]
 
 
 def time_case(case: Case, kernels: KernelSelection, repeats: int) -> dict[str, float]:

@@ -1,18 +1,20 @@
-"""Devices as they were measured: rates that `make gpu-report` recorded, in place of assumptions.
+"""Devices as they were measured: rates that `make gpu-report` or `machine kernels --tune` recorded, not assumptions.
 
 A rate belongs to the sources of the kernels that it was measured with, like `ops.kernel_table`. What has changed since
 is predicted as a range.
 """
 
 import functools
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, Rate, find_hardware, no_data_sheet
 from zaya_jax.hardware.measurements import complete, get_hardware
-from zaya_jax.ops.kernel_table import sources_digest
+from zaya_jax.lab.predict.step_time import Work
+from zaya_jax.ops.kernel_table import read_choice, read_tables, sources_digest
 from zaya_jax.ops.registry import OPERATIONS
 from zaya_jax.run.files import read_object
 
@@ -27,14 +29,13 @@ _OPERATIONS = {"attention": "attention", "cca": "cca_mix", "class": "experts", "
 def get_device(name: str, devices: int) -> Hardware:
     """Return what `--hardware` names: a data sheet with the rates measured on it, if any, a file or folder of results.
 
-    InputError if there is no such name or file, or it is damaged.
+    Tables of measured kernels add their rates. InputError if there is no such name or file, or it is damaged.
     """
-    if Path(name).is_file():
-        return calibrated(read_object(Path(name)), f"--hardware {name}")
-    shipped = _SHIPPED / f"{name}.json"
-    if name in HARDWARE and shipped.is_file():
-        return calibrated(read_object(shipped), str(shipped))
-    return get_hardware(name, devices)
+    file = _SHIPPED / f"{name}.json" if name in HARDWARE else Path(name)
+    if file.is_file():
+        return _tuned(calibrated(read_object(file), f"--hardware {name}"))
+    hardware = get_hardware(name, devices)
+    return hardware if hardware.measured else _tuned(hardware)
 
 
 def find_device(kind: str) -> Hardware | None:
@@ -56,6 +57,50 @@ def calibrated(content: Mapping[str, Any], source: str) -> Hardware:
         rates = tuple(_rate(row) for row in content["rates"])
         rated = f"one {kind} took on {content['date']}"
         return sheet._replace(rates=rates, rated=rated, reached=sheet.reached._replace(**times))
+
+
+def _tuned(hardware: Hardware) -> Hardware:
+    """Add the rates that tables give of kernels on this kind of device, before others of work of the same size."""
+    rates, sources = list[Rate](), list[str]()
+    for table in read_tables(lambda text: print(text, file=sys.stderr)):
+        if any(kind in str(table.content["device"]) for kind in hardware.kinds):
+            with complete(table.source):
+                if found := [*_rates_of(table.content["operations"], hardware)]:
+                    rates, sources = [*rates, *found], [*sources, table.source]
+    return hardware._replace(rates=(*rates, *hardware.rates), tuned=" and ".join(sources))
+
+
+def _rates_of(operations: Mapping[str, Any], known: Hardware) -> Iterator[Rate]:
+    """Yield the rates of the kernels that were chosen, from the times of the programs that launch them."""
+    for name, row in operations.items():
+        current = name in OPERATIONS and row["sources"] == sources_digest(*OPERATIONS[name].modules)
+        for size in row["sizes"]:
+            times = size.get("seconds", {}).get(read_choice(size).variant, {})
+            for work, seconds in divided(size.get("works", ()), times.get("plain", 0.0), known):
+                if work["kernel"]:
+                    yield Rate(work["kernel"], work["flops"], work["bytes"], work["fp32"], seconds, current)
+
+
+def divided(works: Sequence[Mapping[str, Any]], seconds: float, known: Hardware) -> Iterator[tuple[Any, float]]:
+    """Divide the time of launches in proportion to what is predicted of each; yield rows and seconds without gaps."""
+    expected = [work["times"] * as_work(work).seconds(known) for work in works]
+    for work, share in zip(works, expected, strict=True):
+        if (own := seconds * share / sum(expected) / work["times"] - known.reached.gap) > 0:
+            yield work, own
+
+
+def as_row(part: str, work: Work) -> dict[str, Any]:
+    """Convert the work of a launch in a part of the step to a row of `works`, in tables and recordings."""
+    return {"part": part} | {name: getattr(work, name) for name in ("component", "kernel", "flops", "bytes", "fp32")}
+
+
+def as_work(row: Mapping[str, Any]) -> Work:
+    """Convert a recorded row to work: a row of `works` is one kernel launch, a row of `sums` adds no launches."""
+    launched = Work(row["component"], row["bytes"], row["flops"], "kernel" if row["kernel"] else "matmul", row["fp32"])
+    if row["component"]:
+        return launched._replace(kernel=row["kernel"]).within(row["part"])
+    rate = "layers" if row["kernel"] == "layers" else "matmul"
+    return launched._replace(rate=rate, launches=0, kernel=row["kernel"])
 
 
 def _rate(row: Mapping[str, Any]) -> Rate:

@@ -35,22 +35,25 @@ class Work(NamedTuple):
         moves = self.rate == "kernel" and not self.flops
         seconds = max(compute / getattr(reached, self.rate), memory / (reached.moving if moves else reached.memory))
         if rate := self._nearest(hardware):
-            least = Work("", rate.bytes, rate.flops, fp32=rate.fp32).roofline(hardware)
-            share = max(compute, memory) / least
-            if least >= reached.launch:
+            peaks = Work("", rate.bytes, rate.flops, fp32=rate.fp32)._at_peaks(hardware)
+            # A program of our kernels computes a tile, then writes it, so that neither hides the other; the vendor's
+            # and XLA's do both at once.
+            together = sum if self.rate == "kernel" else max
+            share = together((compute, memory)) / together(peaks)
+            if max(peaks) >= reached.launch:
                 measured = rate.seconds * share
-            else:  # of a launch that waits more than it works: smaller ones are between no and proportional gain
-                measured = rate.seconds * math.sqrt(share) if share < 1 else max(rate.seconds, seconds)
+            else:  # of a launch that waits more than it works: a smaller one waits as long
+                measured = rate.seconds if share <= 1 else max(rate.seconds, seconds)
             ends = (measured,) if rate.current else (seconds, measured)
             seconds = max(ends) if hardware.slow else min(ends)
         return max(seconds + self.launches * reached.gap, self.launches * reached.launch)
 
     def _nearest(self, hardware: Hardware) -> Rate | None:
-        """Return the rate whose FLOPs and bytes have the smallest ratios to these; None if there is none."""
+        """Return the rate whose FLOPs and bytes have the smallest ratios to these, of current ones if there are any."""
         if self.waits(hardware):
             return None
         own = (rate for rate in hardware.rates if (rate.work, rate.fp32) == (self.name, self.fp32))
-        return min(own, key=self._distance, default=None)
+        return min(own, key=lambda rate: (not rate.current, self._distance(rate)), default=None)
 
     def within(self, part: str) -> "Work":
         """Return the work as that of a part of the step, if it only moves bytes: what XLA fuses differs by part."""
@@ -74,15 +77,17 @@ class Work(NamedTuple):
 
 def basis(hardware: Hardware, name: str) -> str:
     """Return a sentence on what predicted times of a device of this name are based on."""
-    if hardware.rates:
-        changed = "" if all(rate.current for rate in hardware.rates) else "; of kernels that have changed since, ranges"
-        return f"Times are predicted from what {hardware.rated}{changed}."
+    stale = {rate.work for rate in hardware.rates} - {rate.work for rate in hardware.rates if rate.current}
+    kernels = f"; of kernels in {hardware.tuned}, measured" if hardware.tuned else ""
+    kernels += "; of kernels that have changed since, ranges" if stale else ""
+    if hardware.rated:
+        return f"Times are predicted from what {hardware.rated}{kernels}."
     if hardware.measured:
         matmul, kernel = (f"{share:.0%}" for share in (hardware.reached.matmul, hardware.reached.kernel))
         return (
             f"Times are predicted from measured speeds: matmuls at {matmul} of the fastest square, kernels at {kernel}."
         )
-    return f"Times are ranges, since no {name} was measured: {FIRST_SEEN}."
+    return f"Times are ranges, since no {name} was measured: {FIRST_SEEN}{kernels}."
 
 
 def span(ends: Iterable[float], text: Callable[[float], str]) -> str:

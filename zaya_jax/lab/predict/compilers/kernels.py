@@ -10,8 +10,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import EIGHT_B, Case, cases
 from zaya_jax.lab.predict.compilers.compiled import run_worker
 from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.hlo import Instruction, Place, parse, walk
-from zaya_jax.lab.predict.compilers.predict import instruction_work, launches
+from zaya_jax.lab.predict.compilers.hlo import Place, parse, walk
+from zaya_jax.lab.predict.compilers.predict import launched, launches
 from zaya_jax.lab.predict.compilers.resources import KernelResources, read_resources, resource_cells, resource_heads
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files
 from zaya_jax.lab.result import describe_run, print_tables, write_result
@@ -44,18 +44,12 @@ class CompiledProgram(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes that its launches read and write, each array of a launch once; loops as in `launches`."""
-        return sum(place.times * moved_bytes(place, x) for place in walk(self.entry) for x in place.instructions)
+        return int(sum(place.times * work.bytes for place, _, _, work in launched(self.entry)))
 
     @property
     def counted(self) -> bool:
         """True if all trip counts are known."""
         return all(place.counted for place in walk(self.entry))
-
-
-def moved_bytes(place: Place, instruction: Instruction) -> int:
-    """Return the bytes that a launch reads and writes; 0 for instructions that launch nothing."""
-    work = instruction_work(place, instruction)
-    return int(work.bytes) if work else 0
 
 
 def requested(request: Request) -> Iterator[tuple[str, str, str, str, Case]]:
@@ -77,9 +71,9 @@ def compile_cases(gpu: str, request: Request) -> dict[tuple[str, str, str], Comp
         programs = {
             (dtype, case, side): read_program(name, gpu, folder) for name, dtype, case, side, _ in requested(request)
         }
-    launched = {x.kernel for program in programs.values() for place in walk(program.entry) for x in place.instructions}
+    ran = {x.kernel for program in programs.values() for place in walk(program.entry) for x in place.instructions}
     described = {kernel.name for program in programs.values() for kernel in program.kernels}
-    if missing := launched - described - {""}:
+    if missing := ran - described - {""}:
         raise ValueError(f"The compiler for {gpu} left no resources of {', '.join(sorted(missing))}.")
     return programs
 

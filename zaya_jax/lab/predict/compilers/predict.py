@@ -4,13 +4,13 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.lab.predict.compilers.collectives import Collective, place_collectives
-from zaya_jax.lab.predict.compilers.hlo import FUSIONS, ITEM_BYTES, Instruction, Place, arrays, shape_bytes
+from zaya_jax.lab.predict.compilers.hlo import FUSIONS, ITEM_BYTES, Instruction, Place, arrays, shape_bytes, walk
 from zaya_jax.lab.predict.step_time import Timeline, Work, collective_seconds
 from zaya_jax.model.arithmetic import attention_flops_per_token
 from zaya_jax.ops.parts import OTHER, part_of
@@ -128,6 +128,14 @@ def _named_part(place: Place, instruction: Instruction) -> str:
     inside = place.computations.get(instruction.called("calls"), ())
     parts = (part_of(x.op_name) for x in (instruction, *reversed(inside)))
     return next((part for part in parts if part != OTHER), place.part)
+
+
+def launched(entry: Place, shares: Shares = WHOLE) -> Iterator[tuple[Place, Instruction, str, Work]]:
+    """Yield what a program launches: place, instruction, part of the step and work."""
+    for place in walk(entry):
+        for instruction in place.instructions:
+            if (work := instruction_work(place, instruction, shares)) is not None:
+                yield place, instruction, instruction_part(place, instruction), work
 
 
 def is_launch(instruction: Instruction) -> bool:

@@ -137,7 +137,7 @@ def _with_times(estimate: PhaseEstimate, program: PhaseProgram, hardware: Hardwa
         end = timeline.start(hidden)
         components = timeline.run(work, device)
         waits = launches * device.reached.launch  # of which measured times have as much as they can
-        components["kernel launches"] = max(waits - timeline.now, 0.0) if device.rates else waits
+        components["kernel launches"] = max(waits - timeline.now, 0.0) if device.rated else waits
         timeline.now += components["kernel launches"]
         return components | {"exposed network": timeline.wait(end) + timeline.wait(timeline.start(exposed))}
 

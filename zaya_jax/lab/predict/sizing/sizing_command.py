@@ -55,7 +55,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.lab.result import print_tables
 
     hardware = get_device(parsed.hardware, parsed.devices)
-    folder = parsed.measured or (None if parsed.hardware in HARDWARE or hardware.rates else parsed.hardware)
+    folder = parsed.measured or (None if parsed.hardware in HARDWARE or hardware.rated else parsed.hardware)
     source = "--measured" if parsed.measured else "--hardware"
     measured = Measured() if folder is None else read_measured(folder, source, config.model)
     print(basis(hardware, parsed.hardware))
