@@ -25,7 +25,7 @@ def get_hardware(name: str, devices: int) -> Hardware:
     if Path(name).is_dir():
         return read_measurements(Path(name), devices)
     results = (
-        f"calibration.json of make gpu-report, or a folder with results of {_PROGRAM} gemm, memory and collectives"
+        f"a file of make gpu-report, or a folder with results of {_PROGRAM} gemm, memory and collectives"
     )
     allowed = f"one of {', '.join(HARDWARE)}, {results}"
     raise InputError(f"--hardware is {name!r}, but must be {allowed}.")

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from zaya_jax.lab.predict.step_time import span
 from zaya_jax.run.table import NONE, Cell, Row, Table, make_pairs, make_table, number, percent, quantity, same, share
 
 Result = dict[str, Any]
@@ -148,6 +149,12 @@ def _traffic(result: Result) -> Table:
     return Table("Network traffic", ["interface", "MB"], rows)
 
 
+def _predicted(row: Row) -> str:
+    """Return the predicted milliseconds of a part of a step, a range from its fast to its slow end; '–' for none."""
+    ends = [seconds for key in ("predicted", "most") if (seconds := row.get(key)) is not None]
+    return span(ends, lambda seconds: number(seconds, 1e-3)) or NONE
+
+
 def _step(result: Result) -> list[Table]:
     step, what, untraced = result["seconds"], result["what"], result["untraced_seconds"]
     rows, remarks = [{"part": name, **row} for name, row in result["parts"].items()], []
@@ -165,7 +172,7 @@ def _step(result: Result) -> list[Table]:
         remarks.append(f"Not predicted: {result['not_predicted']}")
     remarks += result.get("warnings", [])
     columns = {"part": "part", "measured (ms)": "measured", "share": lambda row: percent(row["measured"] / step)}
-    columns |= {"predicted (ms)": "predicted", "roofline (ms)": "roofline"}
+    columns |= {"predicted (ms)": _predicted, "roofline (ms)": "roofline"}
     longest = {"time (ms)": quantity("ms", unit=1.0), "calls": quantity("calls", unit=1.0)}
     longest |= same("part", "opcode", "instruction")
     return [
