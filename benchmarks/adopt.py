@@ -14,7 +14,7 @@ from benchmarks.measured_pages import FOLDER, device_name, fill, read_recordings
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware, no_data_sheet
 from zaya_jax.lab.predict.calibration import calibrated
 from zaya_jax.lab.result import print_tables
-from zaya_jax.ops.kernel_table import file_name, merged
+from zaya_jax.ops.kernel_table import merged, own_table
 from zaya_jax.run.files import expanded, read_object, write_atomically
 from zaya_jax.run.versions import package_version
 from zaya_jax.run.writing import make_folder
@@ -33,19 +33,20 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
     adopt benchmarks/gpu/amd_instinct_mi300x.json --dry-run
     """
-    adopt(_ROOT, expanded(parsed.file) if parsed.file else None, dry_run=parsed.dry_run)
-    return {}
+    _, problems = adopt(_ROOT, expanded(parsed.file) if parsed.file else None, dry_run=parsed.dry_run)
+    return {"failed": problems}
 
 
-def adopt(root: Path, file: Path | None, *, dry_run: bool) -> list[str]:
-    """Adopt a report into the clone at `root`; return the paths of the files that differ, which a `dry_run` leaves.
+def adopt(root: Path, file: Path | None, *, dry_run: bool) -> tuple[list[str], list[str]]:
+    """Adopt a report into the clone at `root`; return which files differ, and sentences on parts that are damaged.
 
-    InputError if the file is no report, or a recording in the clone is damaged; then nothing is written.
+    A `dry_run` writes nothing. InputError, before anything is written, if the file is no report, or a recording in the
+    clone is damaged.
     """
     recordings, texts, notes = read_recordings(root / FOLDER), dict[str, str](), list[str]()
-    if file is not None:
-        report = read_report(file)
-        folder = file_name(report.device)
+    report = read_report(file) if file else None
+    if report is not None:
+        folder = own_table(report.device).stem
         print_tables([figures_table(report.parts, recordings.get(folder, {}))])
         used, notes = _usable(report, recordings.get(folder, {}))
         recordings[folder] = dict(sorted({**recordings.get(folder, {}), **used}.items()))
@@ -56,7 +57,7 @@ def adopt(root: Path, file: Path | None, *, dry_run: bool) -> list[str]:
             origin = {key: used["tune.json"][key] for key in ORIGIN}
             table = {**table, **origin, "operations": merged(before, table["operations"])}
             texts[f"{_TABLES}/{folder}.json"] = _json(table)
-    recordings = dict(sorted(recordings.items()))
+    recordings = {folder: files for folder, files in sorted(recordings.items()) if files}
     for name, sheet in HARDWARE.items():
         devices = {folder: files for folder, files in recordings.items() if find_hardware(device_name(files)) is sheet}
         own = {f"{folder}/{file}": part for folder, files in devices.items() for file, part in files.items()}
@@ -75,7 +76,7 @@ def adopt(root: Path, file: Path | None, *, dry_run: bool) -> list[str]:
         notes += [line for path, lines in differ.items() if path.endswith(".md") for line in lines]
     what = "differ; nothing is written" if dry_run else "differed, and are written"
     print("\n".join(["", *notes, f"{len(differ)} files {what}:" if differ else "No file differs.", *differ]))
-    return [*differ]
+    return [*differ], report.problems if report else []
 
 
 def _usable(report: Report, before: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -23,7 +23,7 @@ from zaya_jax.lab.measure import context_attention as context
 from zaya_jax.lab.measure.installation import describe_machine
 from zaya_jax.lab.result import describe_run, print_tables
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
-from zaya_jax.ops.kernel_table import file_name
+from zaya_jax.ops.kernel_table import own_table
 from zaya_jax.ops.registry import OPERATIONS, check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
@@ -94,7 +94,7 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         if "platform" not in machine:
             raise RunStopped(f"This machine cannot be described: {machine['failed']}")
         small, device = machine["platform"] == "cpu", machine.get("device", "unknown")
-        report = expanded(folder) / f"{file_name(device)}.json"
+        report = expanded(folder) / own_table(device).name
         parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1), report)}
         if unknown := [name for name in only if name not in parts]:
             raise InputError(f"--only is {unknown[0]!r}, but must be one of {', '.join(parts)}.")

@@ -277,7 +277,7 @@ def test_the_nearest_is_so_by_ratio():
 def test_the_shipped_tables_can_be_read():
     for path in kernel_table._SHIPPED.glob("*.json"):
         tree = json.loads(path.read_text(encoding="utf-8"))
-        assert kernel_table.file_name(tree["device"]) == path.stem
+        assert kernel_table._file_name(tree["device"]) == path.stem
         table = parse_table(tree, tree["device"], str(path))
         assert tree["operations"].keys() <= OPERATIONS.keys()
         for row in table.content["operations"].values():

@@ -131,11 +131,10 @@ def sources_digest(*modules: str) -> str:
 def own_table(device_kind: str) -> Path:
     """Return the file of the user's own table for a kind of device."""
     cache = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return cache / "zaya_jax" / "kernels" / f"{file_name(device_kind)}.json"
+    return cache / "zaya_jax" / "kernels" / f"{_file_name(device_kind)}.json"
 
 
-def file_name(device_kind: str) -> str:
-    """Return the name of files about a kind of device, without an extension."""
+def _file_name(device_kind: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", device_kind.lower()).strip("_")
 
 
@@ -145,7 +144,7 @@ def find_table(target: Target, say: Callable[[str], object]) -> KernelTable | No
     `say` is called with a sentence about a table that cannot be used.
     """
     tables = []
-    for path in (own_table(target.device_kind), _SHIPPED / f"{file_name(target.device_kind)}.json"):
+    for path in (own_table(target.device_kind), _SHIPPED / f"{_file_name(target.device_kind)}.json"):
         try:
             if path.exists():
                 tables.append(parse_table(read_object(path), target.device_kind, str(path)))
