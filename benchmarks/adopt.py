@@ -53,9 +53,14 @@ def adopt(root: Path, file: Path | None, *, dry_run: bool) -> tuple[list[str], l
         texts = {f"{FOLDER}/{folder}/{name}": _json(part) for name, part in used.items()}
         if table := used.get("tune.json", {}).get("table"):
             path = root / _TABLES / f"{folder}.json"
-            before = read_object(path)["operations"] if path.exists() else {}
-            origin = {key: used["tune.json"][key] for key in ORIGIN}
-            table = {**table, **origin, "operations": merged(before, table["operations"])}
+            before, here = read_object(path)["operations"] if path.exists() else {}, kernel_digests()
+            # What was measured with other kernels replaces nothing.
+            rows = {
+                name: row
+                for name, row in table["operations"].items()
+                if row["sources"] == here.get(name) or name not in before
+            }
+            table = {**table, **{key: used["tune.json"][key] for key in ORIGIN}, "operations": merged(before, rows)}
             texts[f"{_TABLES}/{folder}.json"] = _json(table)
     recordings = {folder: files for folder, files in sorted(recordings.items()) if files}
     for name, sheet in HARDWARE.items():

@@ -49,14 +49,16 @@ def read_report(path: Path) -> Report:
     """Read a report, without the parts that are damaged or of another device; InputError if it is no report."""
     content = read_object(path)
     if content.get("benchmark") != REPORT:
-        raise InputError(f"{path} is no report of a GPU: give the file that make gpu-report wrote.")
+        raise InputError(f"{path} is not what make gpu-report wrote, and nothing of it is used.")
     if (schema := content.get("schema", 1)) != SCHEMA:
         reason = f"it has schema {schema!r:.20}, but this version reads {SCHEMA}"
-        raise InputError(f"Nothing of {path} is used: {reason}. Use the version that wrote it, or measure again.")
+        raise InputError(f"Nothing of {path} is used: {reason}. Measure again, or use the version that wrote it.")
     device, kernels, parts = (content.get(key) for key in ("device", "kernels", "parts"))
     named = isinstance(device, str) and re.fullmatch(r"[\w .()/-]+", device)  # it becomes part of pages and paths
     if not (named and isinstance(kernels, dict) and isinstance(parts, dict)):
-        raise InputError(f"Nothing of {path} is used: it is damaged, without a device, its kernels or parts.")
+        raise InputError(
+            f"Nothing of {path} is used: it is damaged, without a device, kernels or parts. Measure again."
+        )
     problems = {name: problem for name, part in parts.items() if (problem := _problem(name, part, device))}
     used = {name: part for name, part in parts.items() if name not in problems}
     return Report(device, kernels, used, [f"{name} is not used: {problem}" for name, problem in problems.items()])

@@ -106,7 +106,7 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         except OSError as error:
             raise InputError(f"--folder ({folder}) cannot be written: {error.strerror}.") from error
         recordings, left, rated = {}, [], False
-        recorded = _recorded(report)
+        recorded = read_report(report).parts if report.exists() else {}
         adopted = {path.name: read_json(path) for path in report.with_suffix("").glob("*.json")}
         # What has failed with this code comes last, so that it keeps no time from the others.
         failed = [name for name, row in recorded.items() if "failed" in row and _same_origin(row, header)]
@@ -164,20 +164,6 @@ def summary(recordings: Mapping[str, Mapping[str, Any]], left: Sequence[str]) ->
         by_end["Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"].append(name)
     lines = [f"{end}: {'; '.join(names)}" for end, names in by_end.items() if names]
     return [*lines, f"No time for: {'; '.join(left)}. Run the command again to resume."] if left else lines
-
-
-def _recorded(report: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Return the parts of the report so far; {}, with a line, if it cannot be read."""
-    if not report.exists():
-        return {}
-    try:
-        found = read_report(report)
-    except InputError as error:
-        print(f"Started again: {error}", flush=True)
-        return {}
-    for problem in found.problems:
-        print(problem, flush=True)
-    return found.parts
 
 
 def _same_origin(recording: Mapping[str, Any], header: Mapping[str, Any]) -> bool:

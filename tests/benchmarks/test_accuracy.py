@@ -97,7 +97,7 @@ def test_programs_that_were_compiled_again_are_those_that_were_recorded():
 
 def test_pages_and_rates_are_what_follows_from_the_recordings(capsys):
     """Also docs/accuracy.md, which has every recording and every program."""
-    assert adopt(ROOT, None, dry_run=True) == [], f"python -m benchmarks adopt\n{capsys.readouterr().out}"
+    assert adopt(ROOT, None, dry_run=True) == ([], []), f"python -m benchmarks adopt\n{capsys.readouterr().out}"
     text = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
     for path in (ROOT / "benchmarks/gpu").glob("*/*.json"):
         assert f"`{path.name}`" in text, path

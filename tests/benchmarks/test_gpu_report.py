@@ -149,16 +149,21 @@ def test_all_parts_run_with_the_preset_of_training(report, monkeypatch):
     assert os.environ == before
 
 
-def test_a_damaged_recording_is_made_again(report):
+def test_a_damaged_part_is_made_again_and_another_file_is_left(report, capsys):
     report()
     whole = json.loads(report.file.read_text())
     damaged = ("3", '{"figures": 3, "versions": 5}')
     parts = [json.dumps({**whole, "parts": {**whole["parts"], "good": json.loads(part)}}) for part in damaged]
-    for content in ("{", "[]", json.dumps({**whole, "schema": 1}), *parts):
+    for content in parts:
         report.file.write_text(content)
         report()
         assert "good" in report.made
         assert report.parts().keys() == {"machine", "bad", "good"}
+    for content, reason in (("{", "is not JSON"), (json.dumps({**whole, "schema": 1}), "has schema 1")):
+        report.file.write_text(content)
+        assert report() == 2
+        assert reason in capsys.readouterr().err
+        assert report.file.read_text() == content
 
 
 def test_parts_that_need_several_devices_are_left_out_on_one():
