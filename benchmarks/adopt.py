@@ -51,17 +51,9 @@ def adopt(root: Path, file: Path | None, *, dry_run: bool) -> tuple[list[str], l
         used, notes = _usable(report, recordings.get(folder, {}))
         recordings[folder] = dict(sorted({**recordings.get(folder, {}), **used}.items()))
         texts = {f"{FOLDER}/{folder}/{name}": _json(part) for name, part in used.items()}
-        if table := used.get("tune.json", {}).get("table"):
-            path = root / _TABLES / f"{folder}.json"
-            before, here = read_object(path)["operations"] if path.exists() else {}, kernel_digests()
-            # What was measured with other kernels replaces nothing.
-            rows = {
-                name: row
-                for name, row in table["operations"].items()
-                if row["sources"] == here.get(name) or name not in before
-            }
-            table = {**table, **{key: used["tune.json"][key] for key in ORIGIN}, "operations": merged(before, rows)}
-            texts[f"{_TABLES}/{folder}.json"] = _json(table)
+        if "table" in (tuned := used.get("tune.json", {})):
+            path = f"{_TABLES}/{folder}.json"
+            texts[path] = _json(_table(root / path, tuned))
     recordings = {folder: files for folder, files in sorted(recordings.items()) if files}
     for name, sheet in HARDWARE.items():
         devices = {folder: files for folder, files in recordings.items() if find_hardware(device_name(files)) is sheet}
@@ -98,18 +90,24 @@ def _usable(report: Report, before: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if part.get("table") and part["size"] != "full":
             count = len(used[f"{name}.json"].pop("table")["operations"])
             notes.append(f"The table of {name} is not used: {count} operations were emulated at a small size.")
-    for part in [*used.values()][:1]:
-        versions = (
-            f"{name} {part['versions'].get(name)} (here {package_version(name)})" for name in ("zaya-jax", "jax")
-        )
-        count = f"{len(used)} of {len(report.parts) + len(report.problems)} parts"
-        notes.insert(0, f"{count} of {report.device} are kept, made with {' and '.join(versions)}.")
+    made = next((part["versions"] for part in used.values()), {})
+    versions = " and ".join(f"{x} {made.get(x)} (here {package_version(x)})" for x in ("zaya-jax", "jax"))
+    count = f"{len(used)} of {len(report.parts) + len(report.problems)} parts"
+    notes.insert(0, f"{count} of {report.device} are kept, made with {versions}.")
     if changed := [name for name, digest in here.items() if report.kernels.get(name) != digest]:
         kept = "their times are kept, but choose no kernels"
         notes.append(f"{len(changed)} of {len(here)} operations have other kernels here: {', '.join(changed)}; {kept}.")
     if find_hardware(report.device) is None:
         notes.append(f"No rates for predictions follow. {no_data_sheet(report.device)}")
     return used, notes
+
+
+def _table(path: Path, tuned: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part's table of kernels with what ships; what was measured with other kernels replaces nothing."""
+    before, here = read_object(path)["operations"] if path.exists() else {}, kernel_digests()
+    measured = tuned["table"]["operations"].items()
+    rows = {name: row for name, row in measured if row["sources"] == here.get(name) or name not in before}
+    return {**tuned["table"], **{key: tuned[key] for key in ORIGIN}, "operations": merged(before, rows)}
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from benchmarks.measured_pages import BLOCKS
 from zaya_jax.errors import InputError
 from zaya_jax.lab.predict.calibration import CALIBRATION
 from zaya_jax.lab.predict.step_time import span
-from zaya_jax.lab.result import write_result
+from zaya_jax.lab.result import table_lines, write_result
 from zaya_jax.ops.kernel_table import parse_table, sources_digest
 from zaya_jax.ops.registry import OPERATIONS
 from zaya_jax.run.files import read_object
@@ -19,6 +19,7 @@ from zaya_jax.run.table import NONE, Table, number
 
 REPORT = "GPU report"  # the `benchmark` of a report and of its parts
 SCHEMA = 2  # 1 was a file for each part, without a number
+_NAME = re.compile(r"[\w .()/-]+")  # of a device, which becomes part of pages and paths
 ORIGIN = ("date", "commit", "command", "versions", "hardware")  # keys of each part
 
 
@@ -27,7 +28,7 @@ class Report(NamedTuple):
 
     device: str  # as the runtime calls it
     kernels: Mapping[str, str]  # digest of the sources of each operation
-    parts: Mapping[str, Any]  # recordings by part
+    parts: dict[str, Any]  # recordings by part
     problems: list[str]  # sentences on the parts that cannot be used
 
 
@@ -54,8 +55,9 @@ def read_report(path: Path) -> Report:
         reason = f"it has schema {schema!r:.20}, but this version reads {SCHEMA}"
         raise InputError(f"Nothing of {path} is used: {reason}. Measure again, or use the version that wrote it.")
     device, kernels, parts = (content.get(key) for key in ("device", "kernels", "parts"))
-    named = isinstance(device, str) and re.fullmatch(r"[\w .()/-]+", device)  # it becomes part of pages and paths
-    if not (named and isinstance(kernels, dict) and isinstance(parts, dict)):
+    if not (
+        isinstance(device, str) and isinstance(kernels, dict) and isinstance(parts, dict) and _NAME.fullmatch(device)
+    ):
         raise InputError(
             f"Nothing of {path} is used: it is damaged, without a device, kernels or parts. Measure again."
         )
@@ -93,7 +95,7 @@ def _problem(name: str, part: Any, device: str) -> str:
         if missing := [key for key in ("size", *ORIGIN) if key not in part]:
             return f"it has no {missing[0]}."
         datetime.date.fromisoformat(part["date"])
-        figures_table({name: part}, {})
+        table_lines(figures_table({name: part}, {}))
         for block in BLOCKS.values():
             block({device: {name: part}})
         if found := configurations({name: part}):

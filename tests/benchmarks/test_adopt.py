@@ -196,8 +196,7 @@ def test_a_kernel_that_was_measured_again_has_only_its_new_rates(adopted, clone)
     adopted(report)
     new = json.loads((clone / f"{RATES}/h200.json").read_text())["rates"]
     assert [row["sources"] for row in new if row["work"] == old] == [ran["sources"][old]]
-    others = [row["work"] for row in rates if row["work"] != old]
-    assert sorted(others) == sorted(row["work"] for row in new if row["work"] in others)[: len(others)]
+    assert {row["work"] for row in rates} <= {row["work"] for row in new}
 
 
 CASES = {
@@ -255,11 +254,12 @@ NODES = st.lists(st.integers(0, 99), min_size=1, max_size=5)
 JUNK = st.sampled_from([None, 3, -1.5, float("nan"), "x", "2026-13-01", [], {}, [[]], {"a": {}}])
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
 @given(path=NODES, junk=JUNK)
 def test_damage_leaves_the_other_parts(path, junk, tmp_path):
     """Any value in the file, replaced by another, is refused with a sentence, or costs at most its own part."""
     report = on_mi300x()
+    report["parts"] = {name: report["parts"][name] for name in ("machine", "step", "tune")}
     node, names = report, []
     for index in path:
         inside = node[names[-1]] if names else node

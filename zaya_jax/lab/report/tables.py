@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from zaya_jax.lab.predict.step_time import span
 from zaya_jax.run.table import NONE, Cell, Row, Table, make_pairs, make_table, number, percent, quantity, same, share
 
 Result = dict[str, Any]
@@ -151,8 +150,8 @@ def _traffic(result: Result) -> Table:
 
 def _predicted(row: Row) -> str:
     """Return the predicted milliseconds of a part of a step, a range from its fast to its slow end; '–' for none."""
-    ends = [seconds for key in ("predicted", "most") if (seconds := row.get(key)) is not None]
-    return span(ends, lambda seconds: number(seconds, 1e-3)) or NONE
+    ends = [number(seconds, 1e-3) for key in ("predicted", "most") if (seconds := row.get(key)) is not None]
+    return " to ".join(dict.fromkeys(ends)) or NONE
 
 
 def _step(result: Result) -> list[Table]:
