@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from benchmarks.gpu_report.calibration import calibration, configurations
 from benchmarks.measured_pages import BLOCKS
 from zaya_jax.errors import InputError
-from zaya_jax.lab.predict.calibration import CALIBRATION
 from zaya_jax.lab.predict.step_time import span
 from zaya_jax.lab.result import table_lines, write_result
 from zaya_jax.ops.kernel_table import parse_table, sources_digest
@@ -37,13 +36,10 @@ def kernel_digests() -> dict[str, str]:
     return {name: sources_digest(*operation.modules) for name, operation in OPERATIONS.items()}
 
 
-def write_report(path: Path, device: str, parts: Mapping[str, Any]) -> bool:
-    """Write the parts that a device has recorded, and the rates that follow from them; return whether there are any."""
+def write_report(path: Path, device: str, parts: Mapping[str, Any], **rates: Any) -> None:
+    """Write the parts that a device has recorded, and the `calibration` that follows from them, if there is one."""
     content = {"benchmark": REPORT, "schema": SCHEMA, "device": device, "kernels": kernel_digests(), "parts": parts}
-    if found := configurations(parts):
-        content[CALIBRATION] = calibration(found)
-    write_result(content, str(path))
-    return bool(found)
+    write_result(content | rates, str(path))
 
 
 def read_report(path: Path) -> Report:
@@ -54,13 +50,9 @@ def read_report(path: Path) -> Report:
     if (schema := content.get("schema", 1)) != SCHEMA:
         reason = f"it has schema {schema!r:.20}, but this version reads {SCHEMA}"
         raise InputError(f"Nothing of {path} is used: {reason}. Measure again, or use the version that wrote it.")
-    device, kernels, parts = (content.get(key) for key in ("device", "kernels", "parts"))
-    if not (
-        isinstance(device, str) and isinstance(kernels, dict) and isinstance(parts, dict) and _NAME.fullmatch(device)
-    ):
-        raise InputError(
-            f"Nothing of {path} is used: it is damaged, without a device, kernels or parts. Measure again."
-        )
+    device, kernels, parts = str(content.get("device") or ""), content.get("kernels"), content.get("parts")
+    if not (isinstance(kernels, dict) and isinstance(parts, dict) and _NAME.fullmatch(device)):
+        raise InputError(f"Nothing of {path} is used: it is damaged, without a device, kernels or parts.")
     problems = {name: problem for name, part in parts.items() if (problem := _problem(name, part, device))}
     used = {name: part for name, part in parts.items() if name not in problems}
     return Report(device, kernels, used, [f"{name} is not used: {problem}" for name, problem in problems.items()])

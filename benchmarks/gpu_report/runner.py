@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.benchmark_command import share_device
 from benchmarks.gpu_report import speed
 from benchmarks.gpu_report.attention_cases import measure_attention
+from benchmarks.gpu_report.calibration import calibration, configurations
 from benchmarks.gpu_report.determinism import measure_determinism
 from benchmarks.gpu_report.report_file import REPORT, figures_table, read_report, write_report
 from benchmarks.gpu_report.state import measure_state
@@ -105,7 +106,7 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
             make_folder(report.parent)
         except OSError as error:
             raise InputError(f"--folder ({folder}) cannot be written: {error.strerror}.") from error
-        recordings, left, rated = {}, [], False
+        recordings, left = {}, []
         recorded = read_report(report).parts if report.exists() else {}
         adopted = {path.name: read_json(path) for path in report.with_suffix("").glob("*.json")}
         # What has failed with this code comes last, so that it keeps no time from the others.
@@ -124,13 +125,14 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
                 result = machine if name == "machine" else run_part(name, part, 60 * minutes if small else part.seconds)
                 date = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name}
                 recordings[name] = {**result, **date, **header}
-                rated = write_report(report, device, recorded | recordings)
+                write_report(report, device, recorded | recordings)
     print()
     print_tables([figures_table(recordings, adopted)])
-    if rated:
-        print(f"\nPredictions read what was measured: --hardware {report}", flush=True)
     post = f"The report is {report}: please post this file in an issue."
-    print("\n".join(["", *summary(recordings, left), post]))
+    print("\n".join(["", *summary(recordings, left), post]), flush=True)
+    if found := configurations(recorded | recordings):
+        write_report(report, device, recorded | recordings, calibration=calibration(found))
+        print(f"Predictions read what was measured: --hardware {report}")
     failed = [name for name, part in recordings.items() if "failed" in part]
     return {"parts": recordings, "failed": failed, "left": left}
 

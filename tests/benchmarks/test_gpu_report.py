@@ -16,6 +16,7 @@ from benchmarks.gpu_report.report_file import figures_table
 from benchmarks.gpu_report.runner import Part, gpu_report, make_parts, run_part
 from benchmarks.gpu_report.runs import large_config, small_config
 from benchmarks.gpu_report.speed import kernel_figures
+from tests.report_helpers import check_form
 from zaya_jax.config.stages import total_steps
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, SLOW
 from zaya_jax.hardware.environment import describe_preset
@@ -224,7 +225,9 @@ def test_a_gpu_times_all_operations_and_emulation_one(small, timed, monkeypatch)
 
     monkeypatch.setattr(speed, "tune", tune)
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    figures = speed.measure_tuning(small, 1)["figures"]
+    result = speed.measure_tuning(small, 1)
+    check_form("tune", result)
+    figures = result["figures"]
     assert set(asked) == timed
     assert figures == {f"residual_norm, 64 rows: {what}": [0.003, "ms"] for what in ("fastest", "default")}
 
@@ -243,6 +246,7 @@ def test_a_step_whose_bits_vary_fails_the_part(monkeypatch):
 
     monkeypatch.setattr(determinism, "run_in_subprocess", lambda *_: Side())
     result = determinism.measure_determinism(False)
+    check_form("determinism", result)
     assert "failed" not in result, "XLA may choose otherwise where nothing was kept"
     assert result["differ"]["first; chosen again"] == ["params['head']"]
     assert result["figures"]["price of train.deterministic"] == [100, "% of the step"]
@@ -267,6 +271,7 @@ def test_a_run_that_does_not_learn_or_differs_from_the_cpu_fails_the_part(monkey
     on_cpu[0] = 3.1
     assert "3.1000 on the CPU" in training.measure_training(False)["failed"]
     falls[:] = [5.0] * 20
+    check_form("training", training.measure_training(True))
     assert "from 5.00 to 5.00" in training.measure_training(True)["failed"]
     falls[-1] = float("nan")
     assert "to nan" in training.measure_training(True)["failed"]

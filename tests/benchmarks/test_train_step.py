@@ -12,6 +12,7 @@ from benchmarks.gpu_report.speed import step_figures
 from benchmarks.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
 from tests.lab.compilers.test_schedule import TEXT
 from tests.lab.helpers import Program
+from tests.report_helpers import check_form
 from tests.train_helpers import CONFIG, change
 from zaya_jax.config import BatchConfig, load_config
 from zaya_jax.config.stages import stages
@@ -139,6 +140,7 @@ def test_a_step_without_a_prediction_is_still_measured_and_says_why(run, kind, t
     assert part["predicted"] is None
     assert why in part["not_predicted"]
     figures = step_figures(part, kind)
+    check_form("step", part | {"figures": figures})
     assert figures["step"] == [0.1, "s"]
     # The compiler knows its memory on every device.
     assert figures["peak memory"] == [None if kind == "cpu" else 50, "GB", 4.2e-08]
