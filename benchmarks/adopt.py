@@ -115,10 +115,8 @@ def _json(content: Mapping[str, Any]) -> str:
 
 
 def _difference(path: Path, text: str) -> list[str]:
-    """Return the lines of the difference to a file; [] if there is none, or only in how JSON is formatted."""
+    """Return the lines of the difference to a file; [] if there is none."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    if before and path.suffix == ".json" and json.loads(before) == json.loads(text):
-        return []
     return [*difflib.unified_diff(before.splitlines(), text.splitlines(), str(path), str(path), "", "", 1, "")]
 
 

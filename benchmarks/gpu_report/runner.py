@@ -67,7 +67,7 @@ def make_parts(small: bool, devices: int, report: Path) -> dict[str, Part]:
         parts["step_deterministic"] = Part(100, speed.measure_step, (small, "data", True))
     if devices > 1:
         sizes = context.Sizes((512,), "float32", degrees=(1, 4)) if small else context.GPU
-        parts["collectives"] = Part(60, speed.measure_collectives, (small,))
+        parts["collectives"] = Part(100, speed.measure_collectives, (small,))
         parts["step_fsdp"] = Part(100, speed.measure_step, (small, "fsdp"))
         parts["context"] = Part(180, context.measure_context, (sizes, 2 if small else 5))
     return parts
