@@ -65,11 +65,14 @@ def _steps(recordings: Recordings) -> str:
                 steps[f"zaya_jax, {recording['size']}"] = recording["results"]["ours"]
                 steps[recording["peer"]] = recording["results"]["peer"]
             for name, step in steps.items():
-                devices = recording.get("devices", 1)
+                devices, versions = (
+                    recording.get("devices", 1),
+                    f"{recording['date']}, jax {recording['versions']['jax']}",
+                )
                 speeds = [number(step["tokens_per_second"] / devices), number(step["tflops_per_second"])]
-                rest = [percent(step["mfu"]), number(step["peak_bytes"], 1e9), f"`{FOLDER}/{folder}/{file}`"]
+                rest = [percent(step["mfu"]), number(step["peak_bytes"], 1e9), versions, f"`{FOLDER}/{folder}/{file}`"]
                 rows.append([name, f"{devices} × {device_name(files)}", *speeds, *rest])
-    heads = ["what", "card", "tokens/s per GPU", "TFLOP/s", "MFU", "peak memory (GB)", "log"]
+    heads = ["what", "card", "tokens/s per GPU", "TFLOP/s", "MFU", "peak memory (GB)", "date, versions", "log"]
     return accuracy.markdown(heads, rows)
 
 
