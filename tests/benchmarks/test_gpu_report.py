@@ -16,6 +16,7 @@ from benchmarks.gpu_report.report_file import figures_table
 from benchmarks.gpu_report.runner import Part, gpu_report, make_parts, run_part
 from benchmarks.gpu_report.runs import large_config, small_config
 from benchmarks.gpu_report.speed import kernel_figures
+from tests.devices_helpers import on_devices
 from tests.report_helpers import check_form
 from zaya_jax.config.stages import total_steps
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, SLOW
@@ -230,6 +231,22 @@ def test_a_gpu_times_all_operations_and_emulation_one(small, timed, monkeypatch)
     figures = result["figures"]
     assert set(asked) == timed
     assert figures == {f"residual_norm, 64 rows: {what}": [0.003, "ms"] for what in ("fastest", "default")}
+
+
+def collectives_of_mi300x():
+    """Time the collectives of two simulated devices, as if they were MI300X."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "check_collectives", lambda: {"devices": 2, "dtypes": []})
+        patch.setattr(speed, "find_hardware", lambda _: HARDWARE["mi300x"])
+        return speed.measure_collectives(True)
+
+
+def test_collectives_are_timed_beside_the_bandwidth_of_the_link_between_two_devices():
+    result = on_devices(2, "tests.benchmarks.test_gpu_report:collectives_of_mi300x")
+    check_form("collectives", result)
+    assert len(result["figures"]) == 3
+    for value, unit, *ends in result["figures"].values():
+        assert (value > 0, unit, ends) == (True, "GB/s", [44.8, 64])
 
 
 def test_a_step_whose_bits_vary_fails_the_part(monkeypatch):
