@@ -1,55 +1,46 @@
 """Compare predicted with measured times, each configuration left out of the rates that predict it."""
 
-import argparse
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.benchmark_command import command, flag
 from benchmarks.gpu_report.calibration import as_work, calibration, configurations, device, predicted
-from zaya_jax.hardware.data_sheets import find_hardware
+from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
 from zaya_jax.lab.predict.step_time import span
-from zaya_jax.lab.result import write_result
-from zaya_jax.run.files import expanded, read_json
 from zaya_jax.run.table import NONE, number
 
 _LARGE = 0.05  # share of a program from which on a part is judged
-_HEAD = """| program | part | share | measured (ms) | predicted (ms) | error | range if not measured (ms) | source |
-|---|---|---|---|---|---|---|---|"""
+_HEADS = (
+    "program",
+    "part",
+    "share",
+    "measured (ms)",
+    "predicted (ms)",
+    "error",
+    "range if not measured (ms)",
+    "source",
+)
 
 
-def run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Print predicted and measured times of what a GPU has recorded, as the Markdown of docs/accuracy.md.
-
-    Each configuration is predicted from the measurements of the others.
-
-    accuracy --calibration calibration.json
-    """
-    print(table(expanded(parsed.folder)))
-    if parsed.calibration:
-        write_result(calibration(read_configurations(expanded(parsed.folder))), parsed.calibration)
-    return {}
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
+    head, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
+    return "\n".join([head, f"|{'---|' * len(heads)}", *lines])
 
 
-def read_configurations(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the configurations in the recordings of a folder; InputError if one is damaged."""
-    return configurations({path.name: read_json(path) for path in sorted(folder.glob("*.json"))})
-
-
-def table(folder: Path) -> str:
-    """Return the Markdown of a folder of recordings."""
-    found = read_configurations(folder)
+def table(recordings: Mapping[str, Any]) -> str:
+    """Return the Markdown of the recordings of a device, by file: each configuration is predicted from the others."""
+    found = configurations(recordings)
     used = {row["recording"] for row in found.values()}
-    others = ", ".join(f"`{path.name}`" for path in sorted(folder.glob("*.json")) if path.name not in used)
+    others = ", ".join(f"`{file}`" for file in recordings if file not in used)
     rows = [(name, *cells) for name in found for cells in _rows(name, found)]
-    lines = (f"| {' | '.join(cells)} |" for cells in rows)
-    return "\n".join([_HEAD, *lines, "", f"Recordings without the time of a program of their own: {others or 'none'}."])
+    return f"{markdown(_HEADS, rows)}\n\nRecordings without the time of a program of their own: {others or 'none'}."
 
 
 def _rows(name: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield a configuration as a whole, as estimated from shapes, and by part, with the gaps that follow launches."""
-    row, known = found[name], device(calibration({other: x for other, x in found.items() if other != name}))
-    sheet = find_hardware(row["hardware"]["device"]) or known
+    row, others = found[name], {other: x for other, x in found.items() if other != name}
+    sheet = find_hardware(row["hardware"]["device"]) or HARDWARE["h200"]
+    known = device(calibration(others)) if others else sheet
     parts, seconds, measured = predicted(row, known), row["seconds"], row.get("parts", {})
     ends = [predicted(row, end) for end in (sheet, sheet.slowest)]
     ranges = {part: span((end[part] for end in ends), _milliseconds) for part in parts}
@@ -74,10 +65,3 @@ def _compared(measured: float, value: float) -> tuple[str, str, str]:
 
 def _milliseconds(seconds: float) -> str:
     return number(seconds, 1e-3)
-
-
-FLAGS = {
-    "--folder": flag("benchmarks/gpu/nvidia_h200", "FOLDER", "recordings of a device"),
-    "--calibration": {"metavar": "FILE", "help": "write the rates of the device, for --hardware FILE"},
-}
-main = command(run, FLAGS, output=False)

@@ -59,3 +59,39 @@ def test_files_exist(page: str):
     assert [path for path in paths if not (ROOT / path).exists()] == []
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {name.split()[1] for name in names if re.match(r"make [a-z]", name)} <= set(targets)
+
+
+AMD = re.compile(r"\bMI3\d\dX\b", re.IGNORECASE)
+RANGE = re.compile(r"\d to \d|\bfrom\b|\bfast ends?\b|\branges?\b")  # or its fast end, which is called that
+TIMED_HERE = re.compile("compiled in|compiling")
+
+
+def test_what_is_predicted_for_a_device_that_nobody_has_measured_is_a_range():
+    """Seconds, and what is per second, of the AMD GPUs without recorded rates: in tables and in sentences."""
+    rates = ROOT / "zaya_jax/lab/predict/calibrations"
+    measured = [path.stem for path in rates.iterdir()]
+    assert "h200" in measured
+    single, seen = [], 0
+
+    def check(page: str, about: str, text: str) -> None:
+        nonlocal seen
+        if not TIMED_HERE.search(text) and any(name.lower() not in measured for name in AMD.findall(about)):
+            seen += 1
+            if not RANGE.search(text):
+                single.append((page, text))
+
+    for page, text in PAGES.items():
+        if page == "docs/reference.md":  # which quotes what others have measured
+            continue
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            heads, _, *rows = [line.strip("| \n").split(" | ") for line in table.splitlines()]
+            for row in rows:
+                for head, cell in zip(heads, row, strict=False):
+                    if re.search(r"\((s|ms)\)|\bstep, |tokens/s|MFU", head) and re.search(r"\d", cell):
+                        check(page, " ".join((head, *row)), f"{head}: {cell}")
+        prose = re.sub(r"^\|.*$", "", FENCED.sub("", text), flags=re.MULTILINE)
+        for sentence in re.split(r"(?<=[.:])\s|\n\n|\n- ", prose):
+            if re.search(r"\d (?:m?s|% MFU)\b", sentence):
+                check(page, sentence, sentence)
+    assert seen > 20
+    assert single == []

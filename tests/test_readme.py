@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 IN_A_RUN = {CONFIG, METRICS, TIMINGS, PHASES, STATUS, f"{CHECKPOINTS}/", f"{TOKENIZER_FOLDER}/", "loss.png"}
 NOT_IN_EACH_RUN = {"changes.jsonl", "summary.json"}  # of settings that change, and of the command
-OF_A_READER = {"mine.yaml", "tokenizer.json", "benchmarks/gpu/DEVICE/PART.json"}
+OF_A_READER = {"mine.yaml", "tokenizer.json", "benchmarks/gpu/DEVICE.json"}
 
 
 def blocks(language: str) -> list[str]:

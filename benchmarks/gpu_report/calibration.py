@@ -31,18 +31,27 @@ def configurations(recordings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def calibration(found: Mapping[str, Configuration]) -> dict[str, Any]:
     """Return the calibration of a device: rates that were measured launch by launch first.
 
-    The time of a whole part, or program, is divided in proportion to what the rates before it predict.
+    The time of a whole part, or program, is divided in proportion to what the rates before it predict. A kernel that
+    was measured again after a change has only its new rates.
     """
     newest = max(found.values(), key=lambda row: row["date"])
     rates = list[dict[str, Any]]()
     content = {"benchmark": CALIBRATION, **{key: newest[key] for key in ("date", "hardware", "versions")}}
     content |= {**_fixed_times(found), "rates": rates}
 
-    def add(row: Configuration, work: Mapping[str, Any], seconds: float) -> None:
+    def sources(row: Configuration, work: Mapping[str, Any]) -> str | None:
         changes = kernel_sources(as_work(work).name) is not None
+        return (row["sources"] or {}).get(work["kernel"], "") if changes else None
+
+    last = dict[str, str | None]()
+    for row in sorted(found.values(), key=lambda row: row["date"]):
+        last |= {as_work(work).name: sources(row, work) for work in (*row["works"], *row.get("sums", ()))}
+
+    def add(row: Configuration, work: Mapping[str, Any], seconds: float) -> None:
         rate = {"work": as_work(work).name, **{key: work[key] for key in ("flops", "bytes", "fp32")}}
-        sources = (row["sources"] or {}).get(work["kernel"], "") if changes else None
-        rates.append(rate | {"seconds": float(f"{seconds:.4g}"), "sources": sources})
+        rate |= {"seconds": float(f"{seconds:.4g}"), "sources": sources(row, work)}
+        if rate["sources"] == last[rate["work"]]:
+            rates.append(rate)
 
     for row in found.values():
         for work in (*row["works"], *row.get("sums", ())):

@@ -1,7 +1,6 @@
 """Run the parts of the report, each in its own process: one that fails, crashes or hangs leaves the others to run."""
 
 import functools
-import re
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +12,7 @@ from benchmarks.gpu_report import speed
 from benchmarks.gpu_report.attention_cases import measure_attention
 from benchmarks.gpu_report.calibration import calibration, configurations
 from benchmarks.gpu_report.determinism import measure_determinism
+from benchmarks.gpu_report.report_file import REPORT, figures_table, read_report, write_report
 from benchmarks.gpu_report.state import measure_state
 from benchmarks.gpu_report.supervisor import measure_supervisor
 from benchmarks.gpu_report.training import measure_training
@@ -21,16 +21,14 @@ from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.lab.measure import context_attention as context
-from zaya_jax.lab.measure.collectives.programs import check_collectives
 from zaya_jax.lab.measure.installation import describe_machine
-from zaya_jax.lab.predict.calibration import CALIBRATION
-from zaya_jax.lab.result import describe_run, print_tables, write_result
+from zaya_jax.lab.result import describe_run, print_tables
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
+from zaya_jax.ops.kernel_table import own_table
 from zaya_jax.ops.registry import OPERATIONS, check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.files import expanded, read_json
-from zaya_jax.run.table import Table, number
 from zaya_jax.run.writing import make_folder
 
 _PACKAGES = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
@@ -47,10 +45,10 @@ class Part(NamedTuple):
 _MACHINE = Part(60, describe_machine)
 
 
-def make_parts(small: bool, devices: int, folder: Path) -> dict[str, Part]:
+def make_parts(small: bool, devices: int, report: Path) -> dict[str, Part]:
     """Return the parts after `machine`, in the order in which they run.
 
-    Sizes are `small` on a CPU; `folder` has the recordings.
+    Sizes are `small` on a CPU; the file `report` has the recordings.
     """
     parts = {
         "operations": Part(60, _check_operations, (small,)),
@@ -62,14 +60,14 @@ def make_parts(small: bool, devices: int, folder: Path) -> dict[str, Part]:
         "state": Part(230, measure_state, (small, 220)),
         "kernels": Part(105, speed.measure_kernels, (small,)),
         "tune": Part(270, speed.measure_tuning, (small, 240)),
-        "step_tuned": Part(100, speed.measure_tuned_step, (small, folder / "tune.json")),
+        "step_tuned": Part(100, speed.measure_tuned_step, (small, report)),
         "decode": Part(70, speed.measure_decode, (small,)),
     }
     if not small:  # on a CPU it is the same program
         parts["step_deterministic"] = Part(100, speed.measure_step, (small, "data", True))
     if devices > 1:
         sizes = context.Sizes((512,), "float32", degrees=(1, 4)) if small else context.GPU
-        parts["collectives"] = Part(60, check_collectives)
+        parts["collectives"] = Part(100, speed.measure_collectives, (small,))
         parts["step_fsdp"] = Part(100, speed.measure_step, (small, "fsdp"))
         parts["context"] = Part(180, context.measure_context, (sizes, 2 if small else 5))
     return parts
@@ -83,7 +81,7 @@ def _check_operations(small: bool) -> dict[str, Any]:
 
 
 def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str | None) -> dict[str, Any]:
-    """Run the parts, print a table of their figures, and write each part to `FOLDER/DEVICE/PART.json`.
+    """Run the parts, print a table of their figures, and write all to `FOLDER/DEVICE.json` after each of them.
 
     These are the parts in `only`, or those that are not yet recorded for this code and device. No part starts that
     might end after so many minutes. Returns the recordings of all `parts`, and the names of those `failed` and `left`.
@@ -96,50 +94,52 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         machine = run_part("machine", _MACHINE, _MACHINE.seconds)
         if "platform" not in machine:
             raise RunStopped(f"This machine cannot be described: {machine['failed']}")
-        small, device = machine["platform"] == "cpu", machine.get("device", "unknown").lower()
-        target = expanded(folder) / re.sub(r"[^a-z0-9]+", "_", device).strip("_")
-        parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1), target)}
+        small, device = machine["platform"] == "cpu", machine.get("device", "unknown")
+        report = expanded(folder) / own_table(device).name
+        parts = {"machine": _MACHINE, **make_parts(small, machine.get("devices", 1), report)}
         if unknown := [name for name in only if name not in parts]:
             raise InputError(f"--only is {unknown[0]!r}, but must be one of {', '.join(parts)}.")
         if small:
             print("JAX found no GPU: running every part on the CPU, at a small size.", flush=True)
         header = _make_header(machine, commit)
         try:
-            make_folder(target)
+            make_folder(report.parent)
         except OSError as error:
             raise InputError(f"--folder ({folder}) cannot be written: {error.strerror}.") from error
         recordings, left = {}, []
-        recorded = {name: _read(target / f"{name}.json") for name in parts}
+        recorded = read_report(report).parts if report.exists() else {}
+        adopted = {path.name: read_json(path) for path in report.with_suffix("").glob("*.json")}
         # What has failed with this code comes last, so that it keeps no time from the others.
-        for name in sorted(parts, key=lambda name: "failed" in recorded[name] and _same_origin(recorded[name], header)):
-            part, before = parts[name], recorded[name]
+        failed = [name for name, row in recorded.items() if "failed" in row and _same_origin(row, header)]
+        for name in sorted(parts, key=failed.__contains__):
+            part = parts[name]
             if only and name not in only:
                 continue
-            if name != "machine" and not only and _is_recorded(before, header):
+            if name != "machine" and not only and _is_recorded(recorded.get(name, {}), header):
                 print(f"== {name}: recorded before", flush=True)
-                recordings[name] = before
+                recordings[name] = recorded[name]
             elif name != "machine" and end < time.monotonic() + part.seconds:
                 left.append(name)
             else:
                 # The limits are those of a GPU; a CPU that others use, too, may take longer.
                 result = machine if name == "machine" else run_part(name, part, 60 * minutes if small else part.seconds)
                 date = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name}
-                recordings[name] = {**date, **header, **result, "before": _last(before, header)}
-                write_result(recordings[name], str(target / f"{name}.json"))
-    if found := configurations({f"{name}.json": part for name, part in (recorded | recordings).items()}):
-        write_result(calibration(found), str(target / f"{CALIBRATION}.json"))
-        print(f"Predictions read what was measured: --hardware {target / CALIBRATION}.json", flush=True)
+                recordings[name] = {**result, **date, **header}
+                write_report(report, device, recorded | recordings)
     print()
-    print_tables([figures_table(recordings)])
-    post = f"The results are in {target}; please post its files in an issue."
-    print("\n".join(["", *summary(recordings, left), post]))
+    print_tables([figures_table(recordings, adopted)])
+    post = f"The report is {report}: please post this file in an issue."
+    print("\n".join(["", *summary(recordings, left), post]), flush=True)
+    if found := configurations(recorded | recordings):
+        write_report(report, device, recorded | recordings, calibration=calibration(found))
+        print(f"Predictions read what was measured: --hardware {report}")
     failed = [name for name, part in recordings.items() if "failed" in part]
     return {"parts": recordings, "failed": failed, "left": left}
 
 
 def _make_header(machine: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
     """Return what all recordings of this code on this machine have in common."""
-    header = describe_run("GPU report", "small" if machine["platform"] == "cpu" else "full", "", _PACKAGES)
+    header = describe_run(REPORT, "small" if machine["platform"] == "cpu" else "full", "", _PACKAGES)
     driver = " ".join(machine.get("drivers", {}).values())
     header["hardware"] |= {"device": machine.get("device", "unknown"), "driver": driver}
     return header | {"commit": commit or _commit()}
@@ -159,19 +159,6 @@ def run_part(name: str, part: Part, seconds: float) -> dict[str, Any]:
     return result
 
 
-def figures_table(recordings: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Make the table of all figures, beside those of the recording before and beside predictions."""
-    rows = []
-    for name, part in recordings.items():
-        before = (part.get("before") or {}).get("figures", {})
-        for figure, (value, unit, *predicted) in part.get("figures", {}).items():
-            last = before.get(figure, [None])[0]
-            ratio = value / last if value is not None and last else None
-            numbers = map(number, (value, next(iter(predicted), None), last, ratio))
-            rows.append([name, figure, unit, *numbers])
-    return Table("Figures", ["part", "figure", "unit", "measured", "predicted", "last time", "measured/last"], rows)
-
-
 def summary(recordings: Mapping[str, Mapping[str, Any]], left: Sequence[str]) -> list[str]:
     """Return which parts passed, were skipped, failed, and are left, as lines of text."""
     by_end: dict[str, list[str]] = {"Passed": [], "Skipped": [], "Failed": []}
@@ -179,15 +166,6 @@ def summary(recordings: Mapping[str, Mapping[str, Any]], left: Sequence[str]) ->
         by_end["Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"].append(name)
     lines = [f"{end}: {'; '.join(names)}" for end, names in by_end.items() if names]
     return [*lines, f"No time for: {'; '.join(left)}. Run the command again to resume."] if left else lines
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return a recording; {} if there is none, or none that can be read."""
-    try:
-        content = read_json(path)
-    except InputError:
-        return {}
-    return content if isinstance(content, dict) and isinstance(content.get("figures", {}), dict) else {}
 
 
 def _same_origin(recording: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
@@ -199,13 +177,6 @@ def _is_recorded(recording: Mapping[str, Any], header: Mapping[str, Any]) -> boo
     """Return whether the same origin, a known commit, has a recording that did not fail: it is not measured again."""
     known = header["commit"] is not None and not header["commit"].endswith("-dirty")
     return known and _same_origin(recording, header) and "failed" not in recording
-
-
-def _last(recording: Mapping[str, Any], header: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what to compare a new recording with: this one, or what it was compared with if it says nothing new."""
-    if not recording.get("figures") or _same_origin(recording, header):
-        return recording.get("before")
-    return {key: recording.get(key) for key in ("date", "commit", "versions", "figures")}
 
 
 def _commit() -> str | None:

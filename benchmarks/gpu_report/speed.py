@@ -3,7 +3,7 @@
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,27 @@ from benchmarks.step import default_config
 from benchmarks.train_step import EIGHT_B, Layout, time_train_step
 from zaya_jax.config import load_config
 from zaya_jax.config.shipped import shipped
-from zaya_jax.hardware.data_sheets import find_hardware
+from zaya_jax.hardware.data_sheets import DATA_SHEET, find_hardware
+from zaya_jax.lab.measure.collectives.operations import COLLECTIVES
+from zaya_jax.lab.measure.collectives.programs import Case, check_collectives, time_case
 from zaya_jax.lab.measure.step_parts import break_down_generation
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.measure.tune import DECIDING, totals, tune
-from zaya_jax.lab.predict.step_time import Work
+from zaya_jax.lab.predict.step_time import Work, collective_seconds
 from zaya_jax.ops.kernel_table import REFERENCE, own_table
-from zaya_jax.run.files import json_text, read_json, write_atomically
+from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
+from zaya_jax.run.files import json_text, read_object, write_atomically
 from zaya_jax.run.writing import make_folder
 
-# By name: value (None if it was not measured), unit and, if there is one, the prediction.
+# By name: value (None if it was not measured), unit and, if there is one, the prediction: one value, or both ends.
 Figures = dict[str, list[Any]]
 _GB, _MS = 1e9, 1e-3
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")  # those of training
+
+
+def figure(value: float | None, unit: str, ends: Iterable[float] = ()) -> list[Any]:
+    """Describe a measured value, and the `ends` of the range that was predicted for it, of which there may be one."""
+    return [None if value is None else short(value), unit, *dict.fromkeys(sorted(map(short, ends)))]
 
 
 def measure_step(small: bool, layout: Layout, deterministic: bool = False) -> dict[str, Any]:
@@ -40,24 +49,29 @@ def measure_step(small: bool, layout: Layout, deterministic: bool = False) -> di
 
 def step_figures(part: Mapping[str, Any], kind: str) -> Figures:
     """Return time, speed, memory and parts of a step, beside those predicted from the compiled program."""
-    predicted = None if part["predicted"] is None else part["predicted"]["seconds"]
+    predicted = [] if part["predicted"] is None else [part["predicted"][end] for end in ("seconds", "most")]
     measured, hardware = statistics.median(part["step_seconds"]), find_hardware(kind)
 
     def per_second(work: float, unit: str) -> list[Any]:
-        return [short(work / measured), unit, predicted and short(work / predicted)]
+        return figure(work / measured, unit, [work / seconds for seconds in predicted])
 
-    peak = short(part["peak_bytes"] / _GB) if part["peak_bytes_by"] == "the device" else None
+    peak = part["peak_bytes"] / _GB if part["peak_bytes_by"] == "the device" else None
     figures: Figures = {
-        "step": [short(measured), "s", predicted and short(predicted)],
+        "step": figure(measured, "s", predicted),
         "speed": per_second(part["tokens"], "tokens/s"),
-        "peak memory": [peak, "GB", short(part["compiled"]["memory"]["peak"] / _GB)],
+        "peak memory": figure(peak, "GB", [part["compiled"]["memory"]["peak"] / _GB]),
     }
     if hardware is not None:
         figures["MFU"] = per_second(100 * part["flops"] / part["devices"] / hardware.peak, "%")
     for name, row in part.get("parts", {}).items():
-        times = row["measured"], row["predicted"]
-        figures[f"part {name}"] = [short(times[0] / _MS), "ms", times[1] and short(times[1] / _MS)]
+        figures[f"part {name}"] = figure(row["measured"] / _MS, "ms", _ends([row]))
     return figures
+
+
+def _ends(parts: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return both ends of the milliseconds that were predicted for parts together; [] if none was predicted."""
+    predicted = [(row["predicted"] / _MS, row["most"] / _MS) for row in parts if row["predicted"] is not None]
+    return [sum(ends) for ends in zip(*predicted, strict=True)]
 
 
 def measure_kernels(small: bool) -> dict[str, Any]:
@@ -68,13 +82,16 @@ def measure_kernels(small: bool) -> dict[str, Any]:
 
 
 def kernel_figures(part: Mapping[str, Any], kind: str) -> Figures:
-    """Return the times of kernels, beside those predicted from the data sheet, and their relative speeds."""
+    """Return the times of kernels, beside the range predicted from the data sheet, and their relative speeds."""
     hardware, figures = find_hardware(kind), Figures()
     for name, row in part["results"].items():
         if (seconds := row["median_seconds"].get("kernel")) is None:
             continue
-        work = Work(name, row["bytes"], row["flops"], "kernel")
-        figures[name] = [short(seconds / _MS), "ms", hardware and short(work.seconds(hardware) / _MS)]
+        # Some of the FLOPs are not of matrices: the slow end is also that of a kernel that only moves bytes.
+        works = [Work(name, row["bytes"], flops, "kernel") for flops in (row["flops"], 0.0)]
+        sheets = (hardware, hardware.slowest) if hardware else ()
+        ends = [max(work.seconds(sheet) for work in works) / _MS for sheet in sheets]
+        figures[name] = figure(seconds / _MS, "ms", ends)
         for peer, title in SIDES.items():
             if row.get(peer) is not None:
                 figures[f"{name} against {title}"] = [row[peer], "×"]
@@ -99,9 +116,9 @@ def measure_tuning(small: bool, seconds: float) -> dict[str, Any]:
     return {"table": table, "figures": figures}
 
 
-def measure_tuned_step(small: bool, recording: Path) -> dict[str, Any]:
-    """Time and trace a step with the table of `measure_tuning`, whose recording is a file; see `measure_step`."""
-    table = read_json(recording).get("table") if recording.exists() else None
+def measure_tuned_step(small: bool, report: Path) -> dict[str, Any]:
+    """Time and trace a step with the table of `measure_tuning`, which is in the `report`; see `measure_step`."""
+    table = read_object(report)["parts"].get("tune", {}).get("table") if report.exists() else None
     if table is None:
         return {"skipped": "There is no table of measured kernels: run the part `tune` first."}
     with tempfile.TemporaryDirectory() as folder:
@@ -126,5 +143,24 @@ def measure_decode(small: bool) -> dict[str, Any]:
         traced = break_down_generation(str(shipped("tiny.yaml") if small else EIGHT_B), [], "decode", batch, prompt, 1)
         result["configurations"][f"decode step, batch {batch}"] = traced["ran"]
         result["batches"][str(batch)] = {key: traced[key] for key in ("steps", "seconds", "untraced_seconds", "parts")}
-        figures[f"decode step, batch {batch}"] = [round(1e3 * traced["untraced_seconds"], 3), "ms"]
+        seconds = traced["untraced_seconds"]
+        figures[f"decode step, batch {batch}"] = figure(seconds / _MS, "ms", _ends(traced["parts"].values()))
     return result
+
+
+def measure_collectives(small: bool) -> dict[str, Any]:
+    """Check every element of all collectives, and time those of training, in bf16, over all devices.
+
+    Bus bandwidths are beside those of the links: at the fractions that others have measured, and at the data sheet's.
+    """
+    mesh, hardware, size = make_mesh(), find_hardware(jax.devices()[0].device_kind), 2**16 if small else 2**28
+    result, figures, axes = check_collectives(), Figures(), nontrivial_axes(mesh, AXES)
+    for collective in map(COLLECTIVES.__getitem__, _COLLECTIVES):
+        case = Case(collective, mesh, axes, collective.elements(size, 2, mesh.size), "bfloat16")
+        sent, ends = case.size * collective.factor(mesh.size), []
+        if hardware:
+            links, devices = (hardware.links, DATA_SHEET), range(mesh.size)
+            ends = [sent / collective_seconds(collective.kind, sent, devices, hardware, link) / _GB for link in links]
+        seconds = statistics.median(time_case(case, "graph", 2 if small else 5)["in_place"].seconds)
+        figures[f"{collective.kind} of {size:,} bytes"] = figure(case.bus_bandwidth(seconds) / _GB, "GB/s", ends)
+    return result | {"figures": figures}

@@ -6,6 +6,7 @@ import numpy as np
 
 from benchmarks.gpu_report import attention_cases
 from benchmarks.gpu_report.attention_cases import draw_documents, draw_shape, measure_attention
+from tests.report_helpers import check_form
 from zaya_jax.ops import registry
 from zaya_jax.ops.operation import Kernel
 
@@ -22,6 +23,7 @@ def test_kernels_are_right_refuse_or_are_named(monkeypatch):
     widened = dataclasses.replace(operation, kernels=(*operation.kernels, *others))
     monkeypatch.setitem(registry.OPERATIONS, "attention", widened)
     result = measure_attention(True)
+    check_form("attention", result)
     pallas, small = (result["kernels"][name] for name in ("pallas", "small"))
     assert pallas["cases"] == small["cases"] == 4
     assert pallas["differ"] == 0

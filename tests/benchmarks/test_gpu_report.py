@@ -12,16 +12,18 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.gpu_report import determinism, runner, speed, training
 from benchmarks.gpu_report.determinism import differing
-from benchmarks.gpu_report.runner import Part, figures_table, gpu_report, make_parts, run_part
+from benchmarks.gpu_report.report_file import figures_table
+from benchmarks.gpu_report.runner import Part, gpu_report, make_parts, run_part
 from benchmarks.gpu_report.runs import large_config, small_config
 from benchmarks.gpu_report.speed import kernel_figures
+from tests.devices_helpers import on_devices
+from tests.report_helpers import check_form
 from zaya_jax.config.stages import total_steps
-from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE
+from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, SLOW
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.lab.measure.tune import DECIDING
 from zaya_jax.lab.predict.calibration import get_device
-from zaya_jax.lab.result import table_lines
 from zaya_jax.model.arithmetic import total_parameters
 
 KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {
@@ -59,23 +61,25 @@ def report(monkeypatch, tmp_path):
         made.clear()
         return main(["gpu_report", "--folder", str(tmp_path), "--commit", "abc", *flags])
 
-    run.made, run.works, run.folder, run.machine = made, works, tmp_path / "amd_some_thing", machine
+    run.made, run.works, run.file, run.machine = made, works, tmp_path / "amd_some_thing.json", machine
+    run.parts = lambda: json.loads(run.file.read_text())["parts"]
     return run
 
 
 def test_a_failed_part_leaves_the_others_to_run_and_the_status_is_one(report, capsys):
     assert report() == 1
-    written = {path.stem: json.loads(path.read_text()) for path in report.folder.iterdir()}
+    assert [*report.file.parent.iterdir()] == [report.file]
+    written = report.parts()
     assert written.keys() == {"machine", "bad", "good"}
     assert written["bad"]["failed"] == "It broke."
     for part in written.values():
-        assert (part["commit"], part["size"], part["before"]) == ("abc", "small", None)
+        assert (part["commit"], part["size"]) == ("abc", "small")
         assert part["hardware"] | {"device": "AMD Some/Thing", "driver": "6"} == part["hardware"]
         assert "jax" in part["versions"]
         assert part["command"]
     *_, passed, failed, last = capsys.readouterr().out.splitlines()
     assert (passed, failed) == ("Passed: machine; good", "Failed: bad")
-    assert str(report.folder) in last
+    assert str(report.file) in last
 
 
 def test_what_was_traced_calibrates_predictions(report, capsys):
@@ -87,8 +91,9 @@ def test_what_was_traced_calibrates_predictions(report, capsys):
     assert "--hardware" not in capsys.readouterr().out, "there is no data sheet"
     report.machine["device"] = "NVIDIA H200"
     report()
-    assert f"--hardware {report.folder.with_name('nvidia_h200')}/calibration.json" in capsys.readouterr().out
-    measured = get_device(str(report.folder.with_name("nvidia_h200") / "calibration.json"), 1)
+    file = str(report.file.with_name("nvidia_h200.json"))
+    assert f"--hardware {file}" in capsys.readouterr().out
+    measured = get_device(file, 1)
     assert [(rate.work, rate.seconds, rate.current) for rate in measured.rates] == [("matmuls", 0.002, True)]
 
 
@@ -107,23 +112,22 @@ def test_a_second_call_goes_on_with_what_failed_or_was_left(report, capsys):
     assert report.made == ["machine", "bad", "good"]
 
 
-def test_a_recording_is_compared_with_the_last_one_of_other_code(report, capsys):
+def test_a_figure_is_compared_with_the_one_that_was_adopted(report, capsys):
+    folder = report.file.with_suffix("")
+    folder.mkdir()
+    (folder / "good.json").write_text('{"figures": {"speed": [4.0, "tokens/s"]}}')
     report()
-    report.works["good"] = {"figures": {"speed": [3.0, "tokens/s", 1.0], "new": [None, "GB"]}}
-    report("--commit", "def")
-    for _ in range(2):  # made again, it is still compared with the other code
-        before = json.loads((report.folder / "good.json").read_text())["before"]
-        assert (before["commit"], before["figures"]) == ("abc", {"speed": [2.0, "tokens/s", 1.0]})
-        report("--commit", "def", "--only", "good")
     lines = capsys.readouterr().out.splitlines()
-    assert next(line.split() for line in reversed(lines) if " speed " in line) == [
-        "good", "speed", "tokens/s", "3.00", "1.00", "2.00", "1.50"]  # fmt: skip
-    report.works["good"] = {"failed": "It broke."}
-    report("--commit", "ghi")
-    report.works["good"] = {"figures": {"speed": [4.0, "tokens/s"]}}
-    report("--commit", "ghi")
-    before = json.loads((report.folder / "good.json").read_text())["before"]
-    assert before["commit"] == "def", "a failure in between is no recording to compare with"
+    assert next(line.split() for line in lines if " speed " in line)[3:] == [
+        "2.00",
+        "1.00",
+        "2.00",
+        "×",
+        "its",
+        "end",
+        "4.00",
+        "0.500",
+    ]
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -147,12 +151,21 @@ def test_all_parts_run_with_the_preset_of_training(report, monkeypatch):
     assert os.environ == before
 
 
-def test_a_damaged_recording_is_made_again(report):
+def test_a_damaged_part_is_made_again_and_another_file_is_left(report, capsys):
     report()
-    for content in ("{", "[]", '{"figures": 3, "versions": 5}'):
-        (report.folder / "good.json").write_text(content)
+    whole = json.loads(report.file.read_text())
+    damaged = ("3", '{"figures": 3, "versions": 5}')
+    parts = [json.dumps({**whole, "parts": {**whole["parts"], "good": json.loads(part)}}) for part in damaged]
+    for content in parts:
+        report.file.write_text(content)
         report()
         assert "good" in report.made
+        assert report.parts().keys() == {"machine", "bad", "good"}
+    for content, reason in (("{", "is not JSON"), (json.dumps({**whole, "schema": 1}), "has schema 1")):
+        report.file.write_text(content)
+        assert report() == 2
+        assert reason in capsys.readouterr().err
+        assert report.file.read_text() == content
 
 
 def test_parts_that_need_several_devices_are_left_out_on_one():
@@ -171,20 +184,27 @@ def test_a_kernel_is_predicted_from_the_data_sheet():
     near = functools.partial(pytest.approx, rel=1e-3)
     h200, figures = HARDWARE["h200"], kernel_figures(KERNELS, "NVIDIA H200")
     assert figures.keys() == {"attention", "attention against XLA", "residual_norm"}
-    assert figures["attention"] == [200, "ms", near(1e3 * 80e12 / (h200.peak * ASSUMPTIONS.kernel))]
-    assert figures["residual_norm"] == [20, "ms", near(1e3 * 40e9 / (h200.bandwidth * ASSUMPTIONS.memory))]
+    ends = [near(1e3 * 80e12 / (h200.peak * reached.kernel)) for reached in (ASSUMPTIONS, SLOW)]
+    assert figures["attention"] == [200, "ms", *ends]
+    ends = [near(1e3 * 40e9 / (h200.bandwidth * reached.moving)) for reached in (ASSUMPTIONS, SLOW)]
+    assert figures["residual_norm"] == [20, "ms", *ends]
     assert figures["attention against XLA"] == [5.0, "×"]
-    assert kernel_figures(KERNELS, "cpu")["attention"] == [200, "ms", None]
+    assert kernel_figures(KERNELS, "cpu")["attention"] == [200, "ms"]
 
 
 def test_a_table_has_a_line_for_each_figure_also_without_a_value():
-    parts = {"step": {"figures": {"step": [1.0, "s", 2.0], "memory": [None, "GB"]},
-                      "before": {"figures": {"step": [2.0, "s"]}}}, "broken": {"failed": "It broke."}}  # fmt: skip
-    _, head, *lines = table_lines(figures_table(parts))
-    assert head.endswith("measured/last")
-    step, memory = (line.split() for line in lines)
-    assert step == ["step", "step", "s", "1.00", "2.00", "2.00", "0.500"]
-    assert memory == ["step", "memory", "GB", "–", "–", "–", "–"]
+    figures = {
+        "step": [1.0, "s", 0.9, 2.0],
+        "fast": [1.0, "s", 2.0, 3.0],
+        "memory": [None, "GB", 4.0],
+        "old": [5, "", None],
+    }
+    table = figures_table({"step": {"figures": figures}, "broken": {"failed": "It broke."}},
+                          {"step.json": {"figures": {"step": [2.0, "s"]}}})  # fmt: skip
+    assert [row[3:] for row in table.rows] == [
+        ["1.00", "0.900 to 2.00", "inside", "2.00", "0.500"], ["1.00", "2.00 to 3.00", "0.50 × its end", "–", "–"],
+        ["–", "4.00", "–", "–", "–"], ["5.00", "–", "–", "–", "–"]]  # fmt: skip
+    assert table.remarks == ("1 of 2 figures with a prediction are inside its range.",)
 
 
 def test_a_tensor_differs_if_one_repetition_or_process_does():
@@ -206,9 +226,27 @@ def test_a_gpu_times_all_operations_and_emulation_one(small, timed, monkeypatch)
 
     monkeypatch.setattr(speed, "tune", tune)
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    figures = speed.measure_tuning(small, 1)["figures"]
+    result = speed.measure_tuning(small, 1)
+    check_form("tune", result)
+    figures = result["figures"]
     assert set(asked) == timed
     assert figures == {f"residual_norm, 64 rows: {what}": [0.003, "ms"] for what in ("fastest", "default")}
+
+
+def collectives_of_mi300x():
+    """Time the collectives of two simulated devices, as if they were MI300X."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "check_collectives", lambda: {"devices": 2, "dtypes": []})
+        patch.setattr(speed, "find_hardware", lambda _: HARDWARE["mi300x"])
+        return speed.measure_collectives(True)
+
+
+def test_collectives_are_timed_beside_the_bandwidth_of_the_link_between_two_devices():
+    result = on_devices(2, "tests.benchmarks.test_gpu_report:collectives_of_mi300x")
+    check_form("collectives", result)
+    assert len(result["figures"]) == 3
+    for value, unit, *ends in result["figures"].values():
+        assert (value > 0, unit, ends) == (True, "GB/s", [44.8, 64])
 
 
 def test_a_step_whose_bits_vary_fails_the_part(monkeypatch):
@@ -225,6 +263,7 @@ def test_a_step_whose_bits_vary_fails_the_part(monkeypatch):
 
     monkeypatch.setattr(determinism, "run_in_subprocess", lambda *_: Side())
     result = determinism.measure_determinism(False)
+    check_form("determinism", result)
     assert "failed" not in result, "XLA may choose otherwise where nothing was kept"
     assert result["differ"]["first; chosen again"] == ["params['head']"]
     assert result["figures"]["price of train.deterministic"] == [100, "% of the step"]
@@ -249,6 +288,7 @@ def test_a_run_that_does_not_learn_or_differs_from_the_cpu_fails_the_part(monkey
     on_cpu[0] = 3.1
     assert "3.1000 on the CPU" in training.measure_training(False)["failed"]
     falls[:] = [5.0] * 20
+    check_form("training", training.measure_training(True))
     assert "from 5.00 to 5.00" in training.measure_training(True)["failed"]
     falls[-1] = float("nan")
     assert "to nan" in training.measure_training(True)["failed"]

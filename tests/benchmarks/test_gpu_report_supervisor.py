@@ -11,6 +11,7 @@ from benchmarks.gpu_report import supervisor as part
 from benchmarks.gpu_report.runs import temporary_folder
 from benchmarks.gpu_report.supervisor import describe, measure_supervisor, read_gpus
 from tests.aegis.test_gpu_probe import NVIDIA
+from tests.report_helpers import check_form
 from tests.train_helpers import ROOT
 from zaya_jax.aegis import __main__ as command
 from zaya_jax.aegis.drill import score
@@ -64,6 +65,7 @@ def test_memory_and_processes_that_stay_on_the_gpu_are_said(changed, problem):
 def test_what_could_not_be_measured_is_said():
     for before, after in ((UNREAD, UNREAD), (GPUS, UNREAD), (UNREAD, GPUS)):
         unread = describe(CARD, "No time.", EVENTS, before, after)
+        check_form("supervisor", unread)
         assert unread["notes"] == [UNREAD, "No time."]
         assert "failed" not in unread
         assert "memory used left on the GPU" not in unread["figures"]

@@ -12,6 +12,7 @@ from benchmarks.gpu_report.speed import step_figures
 from benchmarks.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
 from tests.lab.compilers.test_schedule import TEXT
 from tests.lab.helpers import Program
+from tests.report_helpers import check_form
 from tests.train_helpers import CONFIG, change
 from zaya_jax.config import BatchConfig, load_config
 from zaya_jax.config.stages import stages
@@ -108,6 +109,18 @@ def test_a_step_is_predicted_from_its_own_compiled_program(run):
     assert part["estimated"]["seconds"] > 0
 
 
+def test_what_is_predicted_of_a_device_that_nobody_has_measured_is_a_range(run):
+    kind = "AMD Instinct MI300X"
+    part = run(kind, TEXT)
+    figures, seconds = step_figures(part, kind), (part["predicted"]["seconds"], part["predicted"]["most"])
+    least, most = (pytest.approx(end, rel=1e-3) for end in seconds)
+    assert seconds[0] < seconds[1]
+    assert figures["step"] == [0.1, "s", least, most]
+    assert figures["speed"][2:] == [pytest.approx(4 * 32 / end, rel=1e-3) for end in reversed(seconds)]
+    part["parts"]["experts"] |= {"predicted": 1e-3, "most": 2e-3}
+    assert step_figures(part, kind)["part experts"] == [pytest.approx(3), "ms", 1, 2]
+
+
 def test_the_time_of_a_step_is_listed_by_part_and_by_instruction(run):
     part = run("NVIDIA H200", TEXT)
     assert part["parts"]["experts"]["measured"] == pytest.approx(3e-3)
@@ -127,7 +140,8 @@ def test_a_step_without_a_prediction_is_still_measured_and_says_why(run, kind, t
     assert part["predicted"] is None
     assert why in part["not_predicted"]
     figures = step_figures(part, kind)
-    assert figures["step"] == [0.1, "s", None]
+    check_form("step", part | {"figures": figures})
+    assert figures["step"] == [0.1, "s"]
     # The compiler knows its memory on every device.
     assert figures["peak memory"] == [None if kind == "cpu" else 50, "GB", 4.2e-08]
 

@@ -189,7 +189,8 @@ def test_a_table_that_cannot_be_read_is_left_out_and_said(tune, capsys):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"benchmark": "collectives"}, "is no calibration"),
+    ({"benchmark": "collectives"}, "no measured rates"),
+    ({"calibration": []}, "no measured rates"),
     ({"hardware": {"device": "cpu"}}, "no data sheet of the device"),
     ({"rates": [{"work": "attention"}]}, "measure again"),
     ({"rates": [{**ROW, "sources": None, "seconds": 0}]}, "without work or time"),
@@ -206,6 +207,8 @@ def test_a_file_that_is_no_calibration_is_named(change, message, tmp_path):
 def test_hardware_may_be_a_file_a_name_or_a_folder(tmp_path):
     file = tmp_path / "calibration.json"
     file.write_text(json_text(CONTENT))
+    assert get_device(str(file), 8) == calibrated(CONTENT, "")
+    file.write_text(json_text({"benchmark": "GPU report", "calibration": CONTENT}))
     assert get_device(str(file), 8) == calibrated(CONTENT, "")
     assert get_device("h200", 1).rates
     assert find_device("NVIDIA H200") == get_device("h200", 1)

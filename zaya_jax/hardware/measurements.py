@@ -24,9 +24,7 @@ def get_hardware(name: str, devices: int) -> Hardware:
         return HARDWARE[name]
     if Path(name).is_dir():
         return read_measurements(Path(name), devices)
-    results = (
-        f"calibration.json of make gpu-report, or a folder with results of {_PROGRAM} gemm, memory and collectives"
-    )
+    results = f"a file of make gpu-report, or a folder with results of {_PROGRAM} gemm, memory and collectives"
     allowed = f"one of {', '.join(HARDWARE)}, {results}"
     raise InputError(f"--hardware is {name!r}, but must be {allowed}.")
 

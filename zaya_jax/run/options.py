@@ -54,7 +54,7 @@ def training_parser() -> Parser:
     add("--comments", action="store_true", help=text)
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
-    names, results = ", ".join(HARDWARE), "calibration.json of make gpu-report, or a folder of machine's results"
+    names, results = ", ".join(HARDWARE), "a file of make gpu-report, or a folder of machine's results"
     add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {names}, {results}")
     text = "compile with XLA's compiler for this GPU, without having one (dry run only)"
     add("--compile-for", metavar="GPU", help=f"{text}: {names}")

@@ -215,7 +215,7 @@ def _add_step(verbs: Any, program: str) -> None:
     flag("--work", choices=("train", "prefill", "decode"), default="train", help=text)
     flag("--batch", type=int, metavar="N", help="number of prompts (--work prefill or decode; default: 1)")
     flag("--prompt", type=int, metavar="TOKENS", help="length of each (--work prefill or decode; default: 512)")
-    sources = f"{', '.join(HARDWARE)}, calibration.json of make gpu-report, or a folder with results of gemm and memory"
+    sources = f"{', '.join(HARDWARE)}, a file of make gpu-report, or a folder with results of gemm and memory"
     flag("--hardware", metavar="NAME", help=f"also print the dry run's estimate for this hardware: {sources}")
     text = "also list the N instructions that take longest (default: 0)"
     flag("--instructions", type=int, default=0, metavar="N", help=text)

@@ -145,11 +145,13 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int =
     predicted = {} if hardware is None else predict(trace.entry, hardware, shares).parts
     names = dict.fromkeys((*measured, *(part for part in PARTS if part in predicted)))
     parts = {
-        name: {"measured": round(measured.get(name, 0.0), 6), "predicted": None, "roofline": None} for name in names
+        name: {"measured": round(measured.get(name, 0.0), 6), "predicted": None, "most": None, "roofline": None}
+        for name in names
     }
     for name in names.keys() & predicted.keys():
         cost = predicted[name]
-        parts[name] |= {"predicted": round(calls * cost.seconds, 6), "roofline": round(calls * cost.roofline, 6)}
+        ends = {"predicted": cost.seconds, "most": cost.most, "roofline": cost.roofline}
+        parts[name] |= {key: round(calls * seconds, 6) for key, seconds in ends.items()}
     unattributed = round(seconds - sum(measured.values()) - exposed, 6)
     overlapped, not_predicted = timeline.overlapped / trace.steps, None if hardware else no_data_sheet(trace.device)
     warnings = _warnings(measured.get(OTHER, 0.0) / seconds, unattributed / seconds)

@@ -45,9 +45,13 @@ def find_device(kind: str) -> Hardware | None:
 
 
 def calibrated(content: Mapping[str, Any], source: str) -> Hardware:
-    """Return the data sheet of the device of a calibration with its rates; `source` starts the message of an error."""
-    if content.get("benchmark") != CALIBRATION:
-        raise InputError(f"{source} is no calibration: give a file of that name that make gpu-report wrote.")
+    """Return the data sheet of the device of a calibration, or of a report that has one, with its rates.
+
+    InputError, whose message starts with `source`, if there is none, or it is damaged.
+    """
+    content = content.get(CALIBRATION, content)
+    if not isinstance(content, dict) or content.get("benchmark") != CALIBRATION:
+        raise InputError(f"{source} has no measured rates: give a file that make gpu-report wrote on such a device.")
     with complete(source):
         kind = content["hardware"]["device"]
         sheet = find_hardware(kind)

@@ -148,6 +148,12 @@ def _traffic(result: Result) -> Table:
     return Table("Network traffic", ["interface", "MB"], rows)
 
 
+def _predicted(row: Row) -> str:
+    """Return the predicted milliseconds of a part of a step, a range from its fast to its slow end; '–' for none."""
+    ends = [number(seconds, 1e-3) for key in ("predicted", "most") if (seconds := row.get(key)) is not None]
+    return " to ".join(dict.fromkeys(ends)) or NONE
+
+
 def _step(result: Result) -> list[Table]:
     step, what, untraced = result["seconds"], result["what"], result["untraced_seconds"]
     rows, remarks = [{"part": name, **row} for name, row in result["parts"].items()], []
@@ -165,7 +171,7 @@ def _step(result: Result) -> list[Table]:
         remarks.append(f"Not predicted: {result['not_predicted']}")
     remarks += result.get("warnings", [])
     columns = {"part": "part", "measured (ms)": "measured", "share": lambda row: percent(row["measured"] / step)}
-    columns |= {"predicted (ms)": "predicted", "roofline (ms)": "roofline"}
+    columns |= {"predicted (ms)": _predicted, "roofline (ms)": "roofline"}
     longest = {"time (ms)": quantity("ms", unit=1.0), "calls": quantity("calls", unit=1.0)}
     longest |= same("part", "opcode", "instruction")
     return [

@@ -15,7 +15,7 @@ def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(verbs, program, _run)
     add_config(verb)
-    names = f"{', '.join(HARDWARE)}, a calibration.json of make gpu-report, or a folder with results of gemm and memory"
+    names = f"{', '.join(HARDWARE)}, a file of make gpu-report, or a folder with results of gemm and memory"
     flag, only = verb.add_argument, "--suggest only; default:"
     flag("--devices", type=int, default=8, metavar="N", help="number of devices (default: 8)")
     flag("--hardware", default="mi300x", metavar="NAME", help=f"hardware (default: mi300x): {names}")
