@@ -16,8 +16,9 @@ from tests.job.processes_helpers import free_port
 from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.job import rendezvous
 from zaya_jax.job.peer import end_connections
-from zaya_jax.job.rendezvous import Job, connect_processes, split_address
+from zaya_jax.job.rendezvous import Job, connect_processes
 from zaya_jax.run.job_secret import secret_path
+from zaya_jax.run.launcher import split_address
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,6 +30,7 @@ from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError, PeersMissing, printable
 from zaya_jax.job.peer import Peer, end_connections
 from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secret_path, share_secret
+from zaya_jax.run.launcher import split_address
 from zaya_jax.run.signals import warn, warn_once
 
 _HELLO = "zaya_jax "  # starts process 0's first line
@@ -67,14 +68,6 @@ class Job(NamedTuple):
     def coordinator(self) -> str:
         """The source and address, for messages."""
         return f"{self.source} {self.address}"
-
-
-def split_address(text: str, source: str) -> tuple[str, int]:
-    """Split HOST:PORT; raises `InputError`, which names the `source`, if `text` is not of that form."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise InputError(f"{source} is {text!r}, but must be HOST:PORT.")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def connect_processes(job: Job, seconds: float) -> list[Peer]:
