@@ -87,10 +87,8 @@ class Cluster:
         self.run_dir = folder / "run"
         self.trainer = [
             sys.executable, "-m", "zaya_jax.main", "--config", str(write_run(folder)), "checkpoint.every=10",
-            f"phases.0.tokens={steps * 128}", *overrides, f"run_dir={self.run_dir}", "--peer-timeout", "60",
+            *overrides, f"run_dir={self.run_dir}", "--peer-timeout", "60",
         ]  # fmt: skip
-        self.codes: dict[int, int] = {}
-        self.ended: dict[int, float] = {}
 
     def start(self, node: Node) -> None:
         spares = len(self.nodes) - self.needed
