@@ -71,7 +71,8 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError(f"The command {options.command[0]} was not found.")
     for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
         require(value >= 1, flag, value, "at least 1")
-    require(options.spares == 0 or options.nodes > 1 <= options.spares, "--spares", options.spares, "0 for one node")
+    require(options.spares >= 0, "--spares", options.spares, "at least 0")
+    require(options.spares == 0 or options.nodes > 1, "--spares", options.spares, "0 unless --nodes is at least 2")
     policy = load_policy(options.policy)
     place = {"nodes": options.nodes, "spares": options.spares, "node": options.node, "coordinator": options.coordinator}
     command = read_command(options.command, options.processes, options.run_dir, **place)

@@ -41,7 +41,11 @@ def open_listener(coordinator: str, seconds: float) -> socket.socket:
     while True:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+            listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+            if str(address[0]).startswith("127.") and host not in (address[0], "localhost"):
+                reach = f"{host} is {address[0]} on this host, which other hosts cannot reach"
+                warn_once(f"{reach}. If the job has others, set {_BIND} to an ADDRESS:PORT of this host.")
+            return listener
         except OverflowError:
             reason = "the port is above 65535"
         except OSError as error:

@@ -14,7 +14,7 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.leader import BEAT, SILENT
 from zaya_jax.aegis.leader_process import LeaderProcess
 from zaya_jax.aegis.roster import Order, Report, State
-from zaya_jax.aegis.secure_channel import SecureChannel, join
+from zaya_jax.aegis.secure_channel import ForeignError, SecureChannel, join
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.job_secret import prove, read_secret
 
@@ -65,7 +65,7 @@ class Member:
         self._looked = self._began = time.monotonic()
         self._problem = "it does not answer"  # why there is no connection
         self._rejected_since: float | None = None
-        self._secret = ""
+        self._secret, self._is_foreign = "", False  # of the job, and whether the leader has another
         self._thread = threading.Thread(target=self._serve, name="member", daemon=True)
         self._thread.start()
 
@@ -114,7 +114,7 @@ class Member:
         if self.ended is None:
             self.report(State.LEFT, code=int(code), text=text)
         self._closing.set()
-        self._thread.join()
+        self._thread.join(_FAREWELL + 3 * _ANSWER)
 
     def _send_report(self) -> None:
         if self._channel is not None:
@@ -164,7 +164,8 @@ class Member:
 
     def _connect(self) -> SecureChannel:
         place = self._place
-        secret = read_secret(place.secret)
+        # Again only if it does not fit: the file system may hang.
+        secret = self._secret if self._secret and not self._is_foreign else read_secret(place.secret)
         if secret is None:
             raise OSError(f"it has not written {place.secret}, the secret of the job")
         connection = socket.create_connection((place.host, place.port), timeout=_ANSWER)
@@ -172,10 +173,11 @@ class Member:
             with self._lock:
                 hello = dataclasses.asdict(self._report)
             channel = join(connection, secret, hello, _ANSWER)
-        except BaseException:
+        except BaseException as error:
+            self._is_foreign = isinstance(error, ForeignError)
             connection.close()
             raise
-        self._secret = secret
+        self._secret, self._is_foreign = secret, False
         return channel
 
     def _heed(self, message: Mapping[str, Any]) -> None:
