@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from zaya_jax.run.manifest import read_manifest
 
 PORT = 8476
 NETWORK = "10.77.31"
+OWN = f"z{os.getpid()}"  # starts the names of this process' namespaces and links
 NOWHERE = "02:00:00:00:00:99"  # a hardware address that nobody has
 POLICY = {"timeouts": {"data": 120.0, "dispatch": 120.0, "device_wait": 120.0, "floor": 120.0},
           "restart": {"per_hour": 1000, "delays": [0.0], "same_failure": 1000, "no_progress": 1000},
@@ -39,11 +41,12 @@ class Node:
     """A network namespace, and the supervisor that runs in it."""
 
     def __init__(self, index: int) -> None:
-        self.index, self.name, self.address = index, f"zaya{index}", f"{NETWORK}.{index + 1}"
+        self.index, self.name, self.address = index, f"{OWN}n{index}", f"{NETWORK}.{index + 1}"
+        self.link = f"{OWN}v{index}"
         self.process: subprocess.Popen[bytes] | None = None
         ip("netns", "add", self.name)
-        ip("link", "add", f"zv{index}", "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        ip("link", "set", f"zv{index}", "master", "zayabr", "up")
+        ip("link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
+        ip("link", "set", self.link, "master", f"{OWN}b", "up")
         ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             ip("-n", self.name, "link", "set", device, "up")
@@ -74,7 +77,8 @@ class Node:
         self.send(signal.SIGKILL)
         if self.process is not None:
             self.process.wait()
-        subprocess.run(["ip", "netns", "del", self.name], check=False)
+        ip("link", "del", self.link)
+        ip("netns", "del", self.name)
 
 
 class Cluster:
@@ -93,7 +97,7 @@ class Cluster:
     def start(self, node: Node) -> None:
         spares = len(self.nodes) - self.needed
         command = [
-            "ip", "netns", "exec", node.name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node.name,
+            "ip", "netns", "exec", node.name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"zaya{node.index}",
             sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"),
             "--nodes", str(self.needed), "--spares", str(spares), "--node", str(node.index),
             "--coordinator", f"{self.nodes[0].address}:{PORT}", "--", *self.trainer,
@@ -154,11 +158,11 @@ def make_nodes(count: int) -> Iterator[list[Node]]:
     """Namespaces that reach each other over a bridge; they, and all that runs in them, are gone at the end."""
     nodes: list[Node] = []
     hosts = "".join(f"{NETWORK}.{index + 1} zaya{index}\n" for index in range(count))
-    ip("link", "add", "zayabr", "type", "bridge")
+    folders = [Path(f"/etc/netns/{OWN}n{index}") for index in range(count)]
+    ip("link", "add", f"{OWN}b", "type", "bridge")
     try:
-        ip("link", "set", "zayabr", "up")
-        for index in range(count):
-            folder = Path(f"/etc/netns/zaya{index}")  # which `ip netns exec` shows as /etc
+        ip("link", "set", f"{OWN}b", "up")
+        for index, folder in enumerate(folders):  # which `ip netns exec` shows as /etc
             folder.mkdir(parents=True)
             (folder / "hosts").write_text("127.0.0.1 localhost\n" + hosts, encoding="utf-8")
             nodes.append(Node(index))
@@ -166,9 +170,6 @@ def make_nodes(count: int) -> Iterator[list[Node]]:
     finally:
         for node in nodes:
             node.close()
-        for index in range(count):
-            folder = Path(f"/etc/netns/zaya{index}")
-            (folder / "hosts").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        subprocess.run(["ip", "link", "del", "zayabr"], check=False)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        ip("link", "del", f"{OWN}b")

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import functools
 import json
 import os
 import selectors
@@ -22,16 +21,17 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.roster import Order, Rejection, Report, Roster
-from zaya_jax.aegis.secure_channel import ForeignError, SecureChannel, Stranger
+from zaya_jax.aegis.secure_channel import SecureChannel
 from zaya_jax.aegis.state import write_state
+from zaya_jax.run.handshake import Strangers
 from zaya_jax.run.job_secret import VARIABLE
+from zaya_jax.run.peer import Peer
 from zaya_jax.run.signals import NAMES
 
 LEADER = "leader"  # its name in events
 BEAT = 0.5  # seconds between two messages to a member, and from it
 SILENT = 4.0  # seconds without a message after which a node is lost; a busy machine delays a thread by less
 _TICK = 0.1  # seconds
-_MOST_STRANGERS = 64  # connections at a time
 _PATIENCE = 10.0  # seconds that a proof may take
 _FAREWELL = 5.0  # seconds that members may take to read how the job ended
 _STATE_EVERY = 1.0  # seconds
@@ -58,28 +58,26 @@ class Leader:
 
         `patience` is how long to wait for missing nodes, in seconds.
         """
-        self._listener, self._secret, self._folder, self._job = listener, secret, folder, job
+        self._folder, self._job = folder, job
         self._files = FileWorker()
         self._log = EventLog(folder, LEADER, self._files)
         self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write)
-        self._strangers: list[Stranger] = []  # the oldest first
-        self._rejected = 0  # number of connections without the secret
         self._members: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
+        self._strangers = Strangers(self._selector, secret, self._admit)
         self._state: Future[None] | None = None  # the last `state.json`, which may not be written yet
         self._state_time = 0.0
         listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(listener, selectors.EVENT_READ, self._strangers.accept)
 
     def run(self) -> None:
         """Serve until the job has ended and the members know it."""
         ended: float | None = None
         while ended is None or (self._members and time.monotonic() < ended + _FAREWELL):
             for key, _ in self._selector.select(_TICK):
-                key.data()
+                key.data(key.fileobj)
             now = time.monotonic()  # after all that had arrived was read: a pause of this process is no silence
-            for stranger in [each for each in self._strangers if now - each.arrival > _PATIENCE]:
-                self._drop(stranger)
+            self._strangers.drop_late(_PATIENCE)
             for connection in list(self._members.values()):
                 if not connection.channel.is_open:
                     self._lose(connection, "its connection closed", now)
@@ -99,37 +97,9 @@ class Leader:
         self._log.attempt = details.pop("attempt", self._log.attempt)
         return self._log.write(kind, code, severity=severity, text=text, **details)
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has gone again, or no file descriptor is left
-            self._drop(*self._strangers[:1])
-            return
-        self._drop(*self._strangers[: len(self._strangers) - _MOST_STRANGERS + 1])
-        stranger = Stranger(connection)
-        self._strangers.append(stranger)
-        self._selector.register(stranger, selectors.EVENT_READ, functools.partial(self._hear_stranger, stranger))
-
-    def _drop(self, *strangers: Stranger) -> None:
-        for stranger in strangers:
-            self._strangers.remove(stranger)
-            self._selector.unregister(stranger)
-            stranger.close()
-
-    def _hear_stranger(self, stranger: Stranger) -> None:
-        if stranger not in self._strangers:  # dropped just now
-            return
-        try:
-            proved = stranger.receive(self._secret)
-        except ConnectionError as error:
-            self._rejected += isinstance(error, ForeignError)
-            self._drop(stranger)
-            return
-        if proved is None:
-            return
-        self._strangers.remove(stranger)
-        self._selector.unregister(stranger)
-        channel, hello = proved
+    def _admit(self, peer: Peer, hello: dict[str, Any], key: str) -> None:
+        channel = SecureChannel(peer, key, is_leader=True)
+        del hello["nonce"]
         now = time.monotonic()
         try:
             report = Report.parse(hello)
@@ -143,7 +113,7 @@ class Leader:
         if (old := self._members.pop(report.index, None)) is not None:  # the same supervisor has connected again
             self._forget(old)
         connection = self._members[report.index] = _Connection(channel, report.index, now)
-        self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._hear, connection))
+        self._selector.register(channel, selectors.EVENT_READ, lambda _: self._hear(connection))
 
     def _reject(self, channel: SecureChannel, rejection: Rejection) -> None:
         self._write("detect", "node-rejected", severity=Severity.WARNING, text=rejection.text)
@@ -180,7 +150,7 @@ class Leader:
         ]
         state = "ended" if roster.has_ended else "running" if roster.order.runs else "waiting"
         details = {"attempt": roster.order.attempt, "nodes": nodes, "lost": dict(roster.lost), "why": roster.order.text}
-        details |= {"needed": self._job["nodes"], "strangers": self._rejected, "exit_code": roster.order.code}
+        details |= {"needed": self._job["nodes"], "strangers": self._strangers.rejected, "exit_code": roster.order.code}
         folder = self._folder
         self._state = self._files.submit(lambda: write_state(folder, state=state, **details))
         self._log.flush()

@@ -14,9 +14,11 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.leader import BEAT, SILENT
 from zaya_jax.aegis.leader_process import LeaderProcess
 from zaya_jax.aegis.roster import Order, Report, State
-from zaya_jax.aegis.secure_channel import ForeignError, SecureChannel, join
+from zaya_jax.aegis.secure_channel import SecureChannel
 from zaya_jax.errors import InputError, printable
+from zaya_jax.run.handshake import NoProofError, exchange_proofs
 from zaya_jax.run.job_secret import prove, read_secret
+from zaya_jax.run.peer import Peer
 
 _GIVE_UP = 8.0  # seconds without a word of the leader after which this node's processes must not go on
 _REJECTED_FOR = 10.0  # seconds: the leader may not have noticed yet that an earlier supervisor of this node is gone
@@ -163,22 +165,25 @@ class Member:
         return was_heard
 
     def _connect(self) -> SecureChannel:
-        place = self._place
-        # Again only if it does not fit: the file system may hang.
-        secret = self._secret if self._secret and not self._is_foreign else read_secret(place.secret)
-        if secret is None:
-            raise OSError(f"it has not written {place.secret}, the secret of the job")
+        place, deadline = self._place, time.monotonic() + 2 * _ANSWER
         connection = socket.create_connection((place.host, place.port), timeout=_ANSWER)
         try:
             with self._lock:
                 hello = dataclasses.asdict(self._report)
-            channel = join(connection, secret, hello, _ANSWER)
+            key = exchange_proofs(connection, self._find_secret, hello, deadline)
         except BaseException as error:
-            self._is_foreign = isinstance(error, ForeignError)
+            self._is_foreign = isinstance(error, NoProofError)
             connection.close()
             raise
-        self._secret, self._is_foreign = secret, False
-        return channel
+        self._is_foreign = False
+        return SecureChannel(Peer(connection), key, is_leader=False)
+
+    def _find_secret(self) -> str:
+        if not self._secret or self._is_foreign:  # otherwise do not read it again: the file system may hang
+            if (secret := read_secret(self._place.secret)) is None:
+                raise OSError(f"it has not written {self._place.secret}, the secret of the job")
+            self._secret = secret
+        return self._secret
 
     def _heed(self, message: Mapping[str, Any]) -> None:
         if "rejected" not in message:
