@@ -97,8 +97,8 @@ class Cluster:
     def start(self, node: Node) -> None:
         spares = len(self.nodes) - self.needed
         command = [
-            "ip", "netns", "exec", node.name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"zaya{node.index}",
-            sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"),
+            "ip", "netns", "exec", node.name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"',
+            f"zaya{node.index}", sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"),
             "--nodes", str(self.needed), "--spares", str(spares), "--node", str(node.index),
             "--coordinator", f"{self.nodes[0].address}:{PORT}", "--", *self.trainer,
         ]  # fmt: skip

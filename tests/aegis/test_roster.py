@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.roster import Order, Rejection, Report, Roster, State
+from zaya_jax.aegis.roster import Order, Report, Roster, State
 
 JOB = {"nodes": 3, "spares": 1, "processes": 1, "command": "c"}
 PATIENCE = 60.0
@@ -40,7 +40,7 @@ class Job:
         self.logged = details.get("attempt", self.logged)
         return len(self.events)
 
-    def come(self, index: int) -> Rejection | None:
+    def come(self, index: int) -> Order | None:
         report = self.reports.setdefault(index, Report(index, f"node-{index}", f"i{index}", self.job))
         return self.roster.admit(report, self.job, self.now)
 
@@ -194,7 +194,7 @@ def test_strangers_duplicates_and_latecomers_are_rejected_by_name():
     assert "nodes=4 instead of 3" in job.roster.admit(foreign, job.job, 0.0).text
     assert job.roster.members[1].name == "node-1"
     job.settle()
-    assert "the job has ended" in job.roster.admit(dataclasses.replace(other, index=3), job.job, 0.0).text
+    assert job.roster.admit(dataclasses.replace(other, index=3), job.job, 0.0).code == SupervisorExit.DONE
 
 
 def test_a_restarted_leader_takes_over_what_runs():

@@ -20,7 +20,7 @@ from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.file_worker import FileWorker
-from zaya_jax.aegis.roster import Order, Rejection, Report, Roster
+from zaya_jax.aegis.roster import Order, Report, Roster
 from zaya_jax.aegis.secure_channel import SecureChannel
 from zaya_jax.aegis.state import write_state
 from zaya_jax.run.handshake import Strangers
@@ -105,7 +105,7 @@ class Leader:
             report = Report.parse(hello)
         except (TypeError, ValueError, KeyError):
             text = "A supervisor of another version of zaya_jax was rejected."
-            self._reject(channel, Rejection(text, SupervisorExit.CONFIGURATION))
+            self._reject(channel, Order(text=text, code=SupervisorExit.CONFIGURATION))
             return
         if (rejection := self._roster.admit(report, self._job, now)) is not None:
             self._reject(channel, rejection)
@@ -115,9 +115,8 @@ class Leader:
         connection = self._members[report.index] = _Connection(channel, report.index, now)
         self._selector.register(channel, selectors.EVENT_READ, lambda _: self._hear(connection))
 
-    def _reject(self, channel: SecureChannel, rejection: Rejection) -> None:
-        self._write("detect", "node-rejected", severity=Severity.WARNING, text=rejection.text)
-        channel.send({"rejected": rejection.text, "code": rejection.code})
+    def _reject(self, channel: SecureChannel, order: Order) -> None:
+        channel.send(dataclasses.asdict(order))
         channel.close()
 
     def _hear(self, connection: _Connection) -> None:

@@ -21,7 +21,6 @@ from zaya_jax.run.job_secret import prove, read_secret
 from zaya_jax.run.peer import Peer
 
 _GIVE_UP = 8.0  # seconds without a word of the leader after which this node's processes must not go on
-_REJECTED_FOR = 10.0  # seconds: the leader may not have noticed yet that an earlier supervisor of this node is gone
 _MARGIN = 15.0  # seconds to wait longer than the leader, which knows which nodes are missing
 _ANSWER = 2.0  # seconds that connecting and answering may take, each
 _RETRY = 0.2  # seconds
@@ -66,7 +65,6 @@ class Member:
         self._quiet = 0.0  # seconds without a word of the leader, while this process ran
         self._looked = self._began = time.monotonic()
         self._problem = "it does not answer"  # why there is no connection
-        self._rejected_since: float | None = None
         self._secret, self._is_foreign = "", False  # of the job, and whether the leader has another
         self._thread = threading.Thread(target=self._serve, name="member", daemon=True)
         self._thread.start()
@@ -150,7 +148,7 @@ class Member:
             select.select([channel], [], [], BEAT / 2)
             for message in channel.receive():
                 self._quiet, was_heard = 0.0, True
-                self._heed(message)
+                self._heed(Order(**message))
             self._count_quiet()
             if self._quiet > SILENT:
                 break
@@ -185,17 +183,10 @@ class Member:
             self._secret = secret
         return self._secret
 
-    def _heed(self, message: Mapping[str, Any]) -> None:
-        if "rejected" not in message:
-            self._has_joined, self._rejected_since = True, None
-            self.order = Order(**message)
-            if self.order.code is not None:
-                self.ended = self.order.code, self.order.text
-            return
-        now, code = time.monotonic(), message["code"]
-        self._rejected_since = self._rejected_since or now
-        if code is not None or now - self._rejected_since > _REJECTED_FOR:
-            self.ended = SupervisorExit.CONFIGURATION if code is None else code, message["rejected"]
+    def _heed(self, order: Order) -> None:
+        self.order, self._has_joined = order, True
+        if order.code is not None:
+            self.ended = order.code, order.text
 
     def _count_quiet(self) -> None:
         """Count the time without a word, but for pauses of this process itself; give up if it is too long."""

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Severity
@@ -64,13 +64,6 @@ class Order:
     event: int | None = None  # the event that this follows from in the job's log
 
 
-class Rejection(NamedTuple):
-    """Why a supervisor cannot join."""
-
-    text: str
-    code: int | None  # with which it ends; None to try again, since an earlier one of its node may only seem to run
-
-
 # Writes an event to the log of the job, and returns its id.
 WriteEvent = Callable[..., int]
 
@@ -104,28 +97,32 @@ class Roster:
         rank = next((rank for rank, node in self.seats.items() if node == index), None)
         return dataclasses.replace(self.order, rank=rank)
 
-    def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Rejection | None:
-        """Add a member of the `job`, or return why not."""
-        other, first = self.members.get(report.index), f"Node {report.index} ({report.name}) was rejected: "
-        differing = [key for key in job if report.job.get(key) != job[key]]
+    def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Order | None:
+        """Add a member of the `job`, or return the order with which it is rejected."""
+        other = self.members.get(report.index)
+        pairs = [(key, report.job.get(key), value) for key, value in job.items()]
+        differing = [f"{key}={its!r} instead of {value!r}" for key, its, value in pairs if its != value]
         if self.has_ended:
-            return Rejection(f"{first}the job has ended. {self.order.text}", self.order.code)
+            return self.order
         if differing:
-            values = ", ".join(f"{key}={report.job.get(key)!r} instead of {job[key]!r}" for key in differing)
-            text = f"{first}it was started with {values}. Start all supervisors of a job alike."
-            return Rejection(text, SupervisorExit.CONFIGURATION)
-        if not 0 <= report.index < self._nodes + self._spares:
-            text = f"{first}nodes are numbered from 0 to {self._nodes + self._spares - 1}."
-            return Rejection(text, SupervisorExit.CONFIGURATION)
-        if other is not None and other.instance != report.instance:
-            text = f"{first}{other.name} has joined as node {report.index}. Give each supervisor another --node."
-            return Rejection(text, None)
+            why = f"it was started with {', '.join(differing)}. Start all supervisors of a job alike."
+        elif not 0 <= report.index < self._nodes + self._spares:
+            why = f"nodes are numbered from 0 to {self._nodes + self._spares - 1}."
+        elif other is not None and other.instance != report.instance:
+            why = f"{other.name} has joined as node {report.index}. Give each supervisor another --node."
+        else:
+            self._add(report, now)
+            return None
+        text = f"Node {report.index} ({report.name}) was rejected: {why}"
+        self._write("detect", "node-rejected", severity=Severity.WARNING, text=text)
+        return Order(text=text, code=SupervisorExit.CONFIGURATION)
+
+    def _add(self, report: Report, now: float) -> None:
         self.members[report.index] = report
         back = self.lost.pop(report.index, None)
         self._write("act", "node-joined", text=f"{report.name} {'returned' if back else 'joined'}.")
         self._adopt(report, now)
         self.observe(report, now)
-        return None
 
     def _adopt(self, report: Report, now: float) -> None:
         """Take over an attempt that an earlier leader of this job has started."""
