@@ -98,7 +98,8 @@ class Cluster:
         spares = len(self.nodes) - self.needed
         command = [
             "ip", "netns", "exec", node.name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"',
-            f"zaya{node.index}", sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"),
+            f"zaya{node.index}",
+            sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"),
             "--nodes", str(self.needed), "--spares", str(spares), "--node", str(node.index),
             "--coordinator", f"{self.nodes[0].address}:{PORT}", "--", *self.trainer,
         ]  # fmt: skip

@@ -10,7 +10,7 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.roster import Order, Report, Roster, State
 
 JOB = {"nodes": 3, "spares": 1, "processes": 1, "command": "c"}
-PATIENCE = 60.0
+PATIENCE, RETURN = 100.0, 60.0  # seconds
 
 
 def goes_to(order: Order, report: Report) -> bool:
@@ -161,7 +161,7 @@ def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
     job.roster.lose(1, "it is silent", job.now)
     for _ in range(2):
         job.obey(0)
-    job.roster.decide(job.now + PATIENCE - 1)
+    job.roster.decide(job.now + RETURN - 1)
     assert not job.roster.has_ended
     assert job.come(1) is None
     job.say(1, State.READY)
@@ -172,10 +172,20 @@ def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
     for _ in range(2):
         job.obey(0)
     job.roster.decide(job.now)
-    job.roster.decide(job.now + PATIENCE)
+    job.roster.decide(job.now + RETURN)
     assert job.roster.order.code == SupervisorExit.RETRY_ELSEWHERE
     assert "1 are missing" in job.roster.order.text
     assert "node-1 was lost: it is silent." in job.roster.order.text
+
+
+def test_before_the_first_attempt_the_job_waits_for_the_join_timeout():
+    job = Job(2, 1)
+    job.come(0)
+    job.roster.decide(job.now)
+    job.roster.decide(job.now + PATIENCE - 1)
+    assert not job.roster.has_ended
+    job.roster.decide(job.now + PATIENCE)
+    assert (job.roster.order.code, "1, 2 are missing" in job.roster.order.text) == (75, True)
 
 
 def test_the_loss_of_the_leaders_node_ends_the_job():

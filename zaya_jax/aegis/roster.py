@@ -16,6 +16,7 @@ from zaya_jax.aegis.failure import Severity
 from zaya_jax.errors import printable
 
 _GATHER = 10.0  # seconds to wait for the rest once enough nodes are ready, so that the first nodes get the ranks
+_RETURN = 60.0  # seconds to wait for a node once no spare is left, such as a pod that Kubernetes replaces
 _REJOIN = 5.0  # seconds in which the members return to a leader that was restarted
 
 
@@ -74,7 +75,7 @@ class Roster:
     def __init__(self, nodes: int, spares: int, attempt: int, patience: float, write: WriteEvent) -> None:
         """Wait for `nodes` and `spares`; the last of earlier attempts was `attempt`.
 
-        `patience` is how long to wait for nodes that are missing, in seconds.
+        `patience` is how long to wait for nodes that are missing before the first attempt, in seconds.
         """
         self._nodes, self._spares, self._patience, self._write = nodes, spares, patience, write
         self.members: dict[int, Report] = {}
@@ -184,10 +185,11 @@ class Roster:
         if len(self.members) < self._nodes or 0 not in self.members:  # process 0 is on the leader's node
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
             self._gathering_since = None
-            if now - self._waiting_since >= self._patience:
+            seconds = min(self._patience, _RETURN) if self._has_ordered else self._patience
+            if now - self._waiting_since >= seconds:
                 absent = [index for index in range(self._nodes + self._spares) if index not in self.members]
                 reasons = " ".join(self.lost[index] for index in absent if index in self.lost)
-                missing = f"{self._nodes} nodes are needed, but after {self._patience:g} s only {len(self.members)}"
+                missing = f"{self._nodes} nodes are needed, but after {seconds:g} s only {len(self.members)}"
                 names = f"are there; {_names(absent)} are missing."
                 self._end(SupervisorExit.RETRY_ELSEWHERE, f"{missing} {names} {reasons}".strip())
             return
