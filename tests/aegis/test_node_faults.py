@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.skipif(not can_make_networks(), reas
 STEPS = 120
 OVERRIDES = ["train.batch.tokens=192", f"phases.0.tokens={STEPS * 192}", "evaluation.every=50", "sample.tokens=4"]
 FAULT_AT = 45  # step
-DETECTION, ALL_STOP = 5.0, 10.0  # seconds allowed
+DETECTION, ALL_STOP, SPARE_LATER = 5.0, 10.0, 3.0  # seconds allowed
 
 
 @contextlib.contextmanager
@@ -72,24 +72,19 @@ def find(node: Node, module: str) -> psutil.Process:
     return found
 
 
-def test_a_lost_process_restarts_all(tmp_path, expected):
-    """The plain restart with which the others are compared."""
+def test_a_killed_node_is_replaced_about_as_fast_as_a_killed_process(tmp_path, expected):
     with trained(tmp_path) as cluster:
         began = time.time()
         find(cluster.nodes[1], "zaya_jax.main").kill()
-        assert cluster.wait(cluster.nodes) == [0] * 4
-        measure("process killed (plain restart)", cluster, began)
-        assert ranks(cluster)[1] == "Ranks 0: zaya0-0, 1: zaya1-1, 2: zaya2-2"
-        assert cluster.results() == expected
-
-
-def test_a_killed_node_is_replaced(tmp_path, expected):
-    with trained(tmp_path) as cluster:
+        wait_for_attempt(cluster, 2)
+        plain = measure("process killed (plain restart)", cluster, began)
         began = time.time()
         cluster.nodes[1].send(signal.SIGKILL)
         assert cluster.wait(cluster.nodes) == [0, -signal.SIGKILL, 0, 0]
-        assert measure("node killed", cluster, began)["detected"] < DETECTION
-        assert ranks(cluster)[1] == "Ranks 0: zaya0-0, 1: zaya3-3, 2: zaya2-2"
+        replaced = measure("node killed", cluster, began, 3)
+        assert replaced["detected"] < DETECTION
+        assert replaced["next step"] < plain["next step"] + SPARE_LATER
+        assert [text.split(", ")[1] for text in ranks(cluster)] == ["1: zaya1-1", "1: zaya1-1", "1: zaya3-3"]
         assert cluster.results() == expected
 
 

@@ -122,6 +122,14 @@ def test_the_first_nodes_get_the_ranks_and_a_spare_that_of_a_lost_node():
     assert job.roster.order.code == SupervisorExit.DONE
 
 
+def test_an_attempt_has_a_greater_number_than_any_that_a_node_knows():
+    job = Job(2, 0)
+    job.reports[1] = Report(1, "node-1", "i1", job.job, attempt=7)
+    job.come(1)
+    job.come(0)
+    assert job.roster.order.attempt == 8
+
+
 def test_nobody_starts_while_a_process_of_the_attempt_before_may_run():
     job = started()
     job.roster.lose(1, "it is silent", job.now)
