@@ -96,8 +96,6 @@ class Member:
             return Stop(text, code == SupervisorExit.RETRY_ELSEWHERE, code in _REQUESTS, order.event)
         if order.runs and (order.attempt, order.rank) == (report.attempt, report.rank):
             return None
-        if not self._has_joined or order.attempt < report.attempt:
-            return None
         text = order.text if order.attempt == report.attempt else f"Attempt {order.attempt} runs without this node."
         return Stop(text, order.is_lost or order.attempt != report.attempt, is_request=False, event=order.event)
 
