@@ -18,8 +18,12 @@ import pytest
 from tests.aegis.aegis_helpers import LIGHT, Supervised, check_events, left_running
 from tests.job.processes_helpers import free_port
 from tests.train_helpers import ROOT
+from zaya_jax.aegis.__main__ import main
 from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
+from zaya_jax.aegis.member import Member, Place
+from zaya_jax.run.job_secret import VARIABLE
 
 
 class Nodes:
@@ -178,3 +182,27 @@ def test_a_request_to_stop_one_node_lets_all_save(start, tmp_path):
     ]
     assert sorted(saved) == sorted((nodes.step(0), nodes.step(1)))
     assert not left_running(tmp_path)
+
+
+def test_a_member_whose_thread_fails_ends_its_supervisor(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(VARIABLE, "secret")
+    member = Member(Place(1, "node-1", "x" * 70, 1, tmp_path / "secret", {}, 60.0), 0, None)  # no name of a host
+    assert member.wait_for_start(lambda: not time.sleep(0.01)) is None
+    code, text = member.ended or (0, "")
+    assert (code, "UnicodeError" in text) == (SupervisorExit.SOFTWARE, True)
+    member.leave(SupervisorExit.SOFTWARE, text)
+    assert "UnicodeError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nodes", "2", "--node", "0", "--coordinator", "localhost:65535"], "must be less than 65535"),
+        (["--spares", "1"], "--spares is 1, but must be 0 unless --nodes is at least 2"),
+        (["--nodes", "2", "--spares", "-1"], "--spares is -1"),
+        (["--nodes", "2", "--spares", "1", "--node", "3", "--coordinator", "localhost:1"], "--node from 0 to 2"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(tmp_path, capsys, flags, message):
+    assert main(["run", "--run-dir", str(tmp_path), *flags, "--", "true"]) == SupervisorExit.CONFIGURATION
+    assert message in capsys.readouterr().err

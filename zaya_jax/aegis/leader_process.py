@@ -14,19 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis.processes import die_with_parent
+from zaya_jax.config.checks import require
 from zaya_jax.errors import PeersMissing
 from zaya_jax.run.job_secret import VARIABLE
 from zaya_jax.run.launcher import split_address
 from zaya_jax.run.signals import warn_once
 
 _RETRY = 0.2  # seconds
+_LAST_PORT = 2**16 - 1
 _SLOW = 20.0  # seconds that it may take to start
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 
 def leader_address(coordinator: str) -> tuple[str, int]:
-    """Return where the leader listens, HOST and port: at the port after that of process 0, whose address is given."""
+    """Return where the leader listens, HOST and port: at the port after that of process 0, whose address is given.
+
+    Raises `InputError` if there is none.
+    """
     host, port = split_address(coordinator, "--coordinator")
+    require(
+        port < _LAST_PORT, "The port of --coordinator", port, f"less than {_LAST_PORT}, since the leader has the next"
+    )
     return host, port + 1
 
 
@@ -46,8 +54,6 @@ def open_listener(coordinator: str, seconds: float) -> socket.socket:
                 reach = f"{host} is {address[0]} on this host, which other hosts cannot reach"
                 warn_once(f"{reach}. If the job has others, set {_BIND} to an ADDRESS:PORT of this host.")
             return listener
-        except OverflowError:
-            reason = "the port is above 65535"
         except OSError as error:
             reason = error.strerror or str(error)
             if error.errno not in (errno.EADDRINUSE, errno.EACCES) and time.monotonic() < deadline:

@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,16 +120,26 @@ class Member:
             self._channel.send(dataclasses.asdict(self._report))
 
     def _serve(self) -> None:
-        while not self._closing.is_set() and self.ended is None:
-            was_lost = self._talk()
-            if self._leader is not None and self.ended is None and not self._closing.is_set():
-                self._leader.revive(was_lost=was_lost)
-            self._closing.wait(_RETRY)
+        try:
+            self._keep_talking()
+        except Exception as error:  # without this thread nobody would end the processes of a node that is given up
+            traceback.print_exc()
+            self.ended = (
+                SupervisorExit.SOFTWARE,
+                f"The connection to the leader failed: {type(error).__name__}: {error}.",
+            )
         if self._channel is not None:
             self._channel.finish(_ANSWER)
         if self._leader is not None:
             self._closing.wait()  # the kernel would kill the leader with this thread
             self._leader.end(_FAREWELL)
+
+    def _keep_talking(self) -> None:
+        while not self._closing.is_set() and self.ended is None:
+            was_lost = self._talk()
+            if self._leader is not None and self.ended is None and not self._closing.is_set():
+                self._leader.revive(was_lost=was_lost)
+            self._closing.wait(_RETRY)
 
     def _talk(self) -> bool:
         """Connect to the leader and exchange messages until the connection is lost; False if it was never there."""
