@@ -141,12 +141,12 @@ class Roster:
         self.members[index] = report
         rank = self.order_for(index).rank
         is_current = rank is not None and report.attempt == self.order.attempt
+        if report.state is State.LEFT:
+            self._remove(report, rank)
         if is_current and report.state is State.FINISHED:
             self._finished.add(rank or 0)
         elif is_current and self.order.runs and report.state is not State.RUNNING:
             self._stop(f"{report.name} stopped: {report.text}", cause=report.event, node=report.name)
-        if report.state is State.LEFT:
-            self._remove(report, rank)
         self.decide(now)
 
     def _remove(self, report: Report, rank: int | None) -> None:
