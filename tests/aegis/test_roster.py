@@ -62,7 +62,7 @@ class Job:
 
     def check(self) -> None:
         roster = self.roster
-        assert len(set(roster.seats.values())) == len(roster.seats) <= self.nodes
+        assert len(set(roster.ranks.values())) == len(roster.ranks) <= self.nodes
         starts = [details for _, code, details in self.events if code == "job-attempt"]
         attempts = [details["attempt"] for details in starts]
         assert attempts == sorted(set(attempts)), "an attempt was started twice"
@@ -72,7 +72,7 @@ class Job:
                         and each.attempt == roster.order.attempt)]  # fmt: skip
         assert len(running) == len(set(running)), "two nodes have one rank"
         if roster.order.runs:
-            assert roster.seats.get(0, 0) == 0, "process 0 is not on the leader's node"
+            assert roster.ranks.get(0, 0) == 0, "process 0 is not on the leader's node"
 
     def settle(self) -> None:
         """Let time pass without faults until the job has ended."""
@@ -107,13 +107,13 @@ def started(nodes: int = 3, spares: int = 1) -> Job:
 
 def test_the_first_nodes_get_the_ranks_and_a_spare_that_of_a_lost_node():
     job = started()
-    assert job.roster.seats == {0: 0, 1: 1, 2: 2}
+    assert job.roster.ranks == {0: 0, 1: 1, 2: 2}
     job.roster.lose(1, "its connection closed", job.now)
     assert (job.roster.order.runs, job.roster.order.is_lost) == (False, True)
     for _ in range(2):
         for index in (0, 2):
             job.obey(index)
-    assert job.roster.seats == {0: 0, 1: 3, 2: 2}
+    assert job.roster.ranks == {0: 0, 3: 1, 2: 2}
     assert (job.roster.order.attempt, job.roster.order.runs) == (2, True)
     job.say(1, State.RUNNING)  # it is back, and has not noticed
     assert job.come(1) is None
@@ -220,7 +220,7 @@ def test_a_restarted_leader_takes_over_what_runs():
     job.roster = job.lead()
     for index in (2, 0, 3, 1):
         job.come(index)
-    assert job.roster.seats == {0: 0, 1: 1, 2: 2}
+    assert job.roster.ranks == {0: 0, 1: 1, 2: 2}
     assert (job.roster.order.attempt, job.roster.order.runs) == (1, True)
     job.roster.decide(job.now + 100)
     assert job.roster.order.runs
@@ -238,7 +238,7 @@ def test_a_restarted_leader_replaces_a_node_that_does_not_return():
     del job.reports[1]
     job.settle()
     assert job.roster.order.code == SupervisorExit.DONE
-    assert job.roster.seats == {0: 0, 1: 3, 2: 2}
+    assert job.roster.ranks == {0: 0, 3: 1, 2: 2}
 
 
 FAULTS = ["come", "obey", "obey", "obey", "lose", "fail", "finish", "wait", "lead", "die", "leave"]

@@ -142,9 +142,8 @@ class Leader:
 
     def _write_state(self, now: float) -> None:
         self._state_time, roster = now, self._roster
-        ranks = {index: rank for rank, index in roster.seats.items()}
         nodes = [
-            {"node": index, "name": report.name, "state": str(report.state), "rank": ranks.get(index)}
+            {"node": index, "name": report.name, "state": str(report.state), "rank": roster.ranks.get(index)}
             for index, report in sorted(roster.members.items())
         ]
         state = "ended" if roster.has_ended else "running" if roster.order.runs else "waiting"

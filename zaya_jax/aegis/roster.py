@@ -80,7 +80,7 @@ class Roster:
         self._nodes, self._spares, self._patience, self._write = nodes, spares, patience, write
         self.members: dict[int, Report] = {}
         self.lost: dict[int, str] = {}  # index → sentence
-        self.seats: dict[int, int] = {}  # rank → index of the node in this attempt, or before it the last one
+        self.ranks: dict[int, int] = {}  # of the nodes in this attempt, or before it the last one; by index
         self.order = Order(attempt)  # for all, without a rank
         self._finished: set[int] = set()  # ranks
         self._incomplete_since: float | None = None  # while an attempt that this leader did not start lacks ranks
@@ -95,8 +95,7 @@ class Roster:
 
     def order_for(self, index: int) -> Order:
         """Return what a member is to do."""
-        rank = next((rank for rank, node in self.seats.items() if node == index), None)
-        return dataclasses.replace(self.order, rank=rank)
+        return dataclasses.replace(self.order, rank=self.ranks.get(index))
 
     def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Order | None:
         """Add a member of the `job`, or return the order with which it is rejected."""
@@ -131,15 +130,16 @@ class Roster:
         if self._has_ordered or not runs or report.attempt < self.order.attempt:
             return
         if report.attempt > self.order.attempt or not self.order.runs:
-            self.seats, self._finished, self._incomplete_since = {}, set(), now
+            self.ranks, self._finished, self._incomplete_since = {}, set(), now
             self.order = Order(report.attempt, runs=True)
-        self.seats.setdefault(report.rank or 0, report.index)
+        if report.rank is not None and report.rank not in self.ranks.values():
+            self.ranks[report.index] = report.rank
 
     def observe(self, report: Report, now: float) -> None:
         """Note what a member reports."""
         index = report.index
         self.members[index] = report
-        rank = self.order_for(index).rank
+        rank = self.ranks.get(index)
         is_current = rank is not None and report.attempt == self.order.attempt
         if report.state is State.LEFT:
             self._remove(report, rank)
@@ -163,7 +163,7 @@ class Roster:
         """Note that a member is lost; `why` follows its name in a sentence."""
         if (report := self.members.pop(index, None)) is None or self.has_ended:
             return
-        rank, text = self.order_for(index).rank, f"{report.name} was lost: {why}."
+        rank, text = self.ranks.get(index), f"{report.name} was lost: {why}."
         self.lost[index] = text
         event = self._write("detect", "node-lost", severity=Severity.ERROR, text=text, fault="peers")
         if index == 0:
@@ -203,19 +203,20 @@ class Roster:
     def _check_running(self, now: float) -> None:
         if len(self._finished) == self._nodes:
             self._end(SupervisorExit.DONE, f"The command finished in attempt {self.order.attempt}.")
-        elif len(self.seats) == self._nodes:
+        elif len(self.ranks) == self._nodes:
             self._incomplete_since = None
         elif self._incomplete_since is not None and now - self._incomplete_since > _REJOIN:
-            absent = _names(rank for rank in range(self._nodes) if rank not in self.seats)
+            absent = _names(rank for rank in range(self._nodes) if rank not in self.ranks.values())
             self._stop(f"The nodes with the ranks {absent} did not return to the restarted leader.", is_lost=True)
 
     def _start(self) -> None:
-        kept = {rank: index for rank, index in self.seats.items() if index in self.members}
-        others = iter(sorted(self.members.keys() - kept.values()))
-        self.seats = {rank: kept[rank] if rank in kept else next(others) for rank in range(self._nodes)}
+        kept = {index: rank for index, rank in self.ranks.items() if index in self.members}
+        free = sorted(set(range(self._nodes)) - set(kept.values()))
+        self.ranks = kept | dict(zip(sorted(self.members.keys() - kept.keys()), free, strict=False))
         self._finished, self._has_ordered = set(), True
         attempt = 1 + max(self.order.attempt, *(report.attempt for report in self.members.values()))
-        ranks = ", ".join(f"{rank}: {self.members[index].name}" for rank, index in self.seats.items())
+        seats = sorted((rank, index) for index, rank in self.ranks.items())
+        ranks = ", ".join(f"{rank}: {self.members[index].name}" for rank, index in seats)
         event = self._write("start", "job-attempt", text=f"Ranks {ranks}", attempt=attempt, cause=self.order.event)
         self.order = Order(attempt, runs=True, nonce=secrets.token_hex(16), event=event)
 
