@@ -89,7 +89,7 @@ SUPERVISOR = '#!/bin/bash\nprintf "%s|" "$@"\nexit $STATUS\n'
 
 
 @pytest.mark.parametrize(
-    ("status", "requeued"), [(0, False), (75, True), (85, True), (78, False), (93, False), (95, False)]
+    ("status", "requeued"), [(0, False), (75, True), (85, True), (137, True), (78, False), (93, False), (95, False)]
 )
 def test_slurm_runs_supervisors_and_requeues_by_their_exit_code(tmp_path, status, requeued):
     program(tmp_path, "srun", SRUN)
