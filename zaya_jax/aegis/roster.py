@@ -17,7 +17,7 @@ from zaya_jax.errors import printable
 
 _GATHER = 10.0  # seconds to wait for the rest once enough nodes are ready, so that the first nodes get the ranks
 _RETURN = 60.0  # seconds to wait for a node once no spare is left, such as a pod that Kubernetes replaces
-_REJOIN = 5.0  # seconds in which the members return to a leader that was restarted
+_REJOIN = 4.0  # seconds in which the members return to a leader that was restarted
 
 
 class State(enum.StrEnum):
