@@ -33,6 +33,8 @@ class Supervised:
         (folder / "policy.yaml").write_text(json.dumps(rules), encoding="utf-8")
         self.run_dir = folder / "run"
         self.began = time.monotonic()
+        number = [f"-{flags[place + 1]}" for place, flag in enumerate(flags) if flag == "--node"]
+        self.folder = self.run_dir / "aegis" / "".join([os.uname().nodename, *number])
         with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, "run", "--policy", str(folder / "policy.yaml"), "--run-dir",
@@ -52,10 +54,6 @@ class Supervised:
     @property
     def said(self) -> str:
         return self._err.read_text(encoding="utf-8", errors="replace")
-
-    @property
-    def folder(self) -> Path:
-        return self.run_dir / "aegis" / os.uname().nodename
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from tests.job.processes_helpers import free_port
 from tests.train_helpers import write_run
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import METRICS
+from zaya_jax.run.job_secret import VARIABLE
 from zaya_jax.run.manifest import read_manifest
 
 PEER_TIMEOUT = 4.0  # seconds
@@ -24,11 +25,11 @@ PEER_TIMEOUT = 4.0  # seconds
 class BlackHole:
     """A proxy to `port` that passes on bytes both ways, or nothing at all: no end of a connection, either."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, at: int = 0) -> None:
         self.is_open = threading.Event()
         self.is_open.set()
         self._target = port
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.create_server(("127.0.0.1", at))
         self.port = self._server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -68,17 +69,18 @@ class BlackHole:
 @pytest.mark.soak
 @pytest.mark.parametrize(("seconds", "attempts"), [(2.0, 1), (12.0, 2)])
 def test_a_short_silence_of_the_coordinator_restarts_nothing_and_a_long_one_does(tmp_path, seconds, attempts):
-    """Two supervisors, as of two nodes; all of the second node's connections to process 0 pass a proxy."""
+    """Two supervisors, as of two nodes. All of the second node's connections pass proxies; that to the leader works."""
     steps = 300
     expected = undisturbed(tmp_path, 2, steps)
     port = free_port()
     hole = BlackHole(port)
+    leader = BlackHole(port + 1, hole.port + 1)
     run_dir = tmp_path / "run"
     trainer = [sys.executable, "-m", "zaya_jax.main", "--config", str(write_run(tmp_path)), "--peer-timeout",
                str(PEER_TIMEOUT), "train.batch.micro_batch=2", "checkpoint.every=4", "evaluation.every=5",
                "sample.tokens=4", f"phases.0.tokens={steps * 128}", f"run_dir={run_dir}"]  # fmt: skip
     nodes = [
-        Supervised(tmp_path / f"node-{node}", trainer, 1, POLICY, {"XLA_FLAGS": CHEAP},
+        Supervised(tmp_path / f"node-{node}", trainer, 1, POLICY, {"XLA_FLAGS": CHEAP, VARIABLE: "secret"},
                    ["--nodes", "2", "--node", str(node), "--coordinator", f"127.0.0.1:{at}"])
         for node, at in enumerate((port, hole.port))
     ]  # fmt: skip
@@ -93,3 +95,4 @@ def test_a_short_silence_of_the_coordinator_restarts_nothing_and_a_long_one_does
     assert (read_manifest(run_dir / CHECKPOINTS / str(steps)).leaves, (run_dir / METRICS).read_bytes()) == expected
     assert not left_running(tmp_path)
     hole.close()
+    leader.close()

@@ -10,8 +10,8 @@ import tempfile
 import pytest
 
 from tests.train_helpers import ROOT
-from zaya_jax.job.peer import Peer
 from zaya_jax.job.relay import private_address, relay
+from zaya_jax.run.peer import Peer
 
 # The threads have a clock that stands still unless `pass_time` sets it, so that no peer is late on a busy machine.
 CODE = """
@@ -19,7 +19,7 @@ import socket, sys, threading, time
 from collections import Counter
 from types import SimpleNamespace
 from zaya_jax.job import peer_liveness
-from zaya_jax.job.peer import Peer
+from zaya_jax.run.peer import Peer
 from zaya_jax.job.peer_liveness import PeerLiveness
 
 now, looks = 0.0, Counter()

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tests.job.processes_helpers import free_port
 from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.job import rendezvous
-from zaya_jax.job.peer import end_connections
-from zaya_jax.job.rendezvous import Job, connect_processes, split_address
+from zaya_jax.job.rendezvous import Job, connect_processes
 from zaya_jax.run.job_secret import secret_path
+from zaya_jax.run.launcher import split_address
+from zaya_jax.run.peer import end_connections
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.job.peer import Peer
 from zaya_jax.job.stop_step import StopStep
+from zaya_jax.run.peer import Peer
 
 STEPS = 40
 

@@ -18,10 +18,10 @@ from tests.job.processes_helpers import free_port
 from tests.train_helpers import ROOT
 from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.job import rendezvous
-from zaya_jax.job.peer import EXIT, Peer, parse_exit
 from zaya_jax.job.rendezvous import Job, connect_processes
 from zaya_jax.job.stop_step import StopStep
 from zaya_jax.run.job_secret import VARIABLE, prove
+from zaya_jax.run.peer import EXIT, Peer, parse_exit
 
 SECRET = "0123456789abcdef"  # noqa: S105
 HELLO = {"process": 1, "processes": 2, "host": "evil\x1b[31m\nhost", "channel": "lines", "nonce": "0" * 32}

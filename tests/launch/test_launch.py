@@ -15,6 +15,7 @@ from jax._src.clusters import ClusterEnv
 
 from tests.train_helpers import ROOT, write_run
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.leader_process import leader_address
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.training_command import read_command
 from zaya_jax.main import main
@@ -68,28 +69,42 @@ def test_slurm_starts_one_supervisor_a_node_that_sees_all_gpus_and_is_told_befor
     assert "requeue" in options
 
 
+# Runs the command for two nodes, of which the second ends with 75, since it was lost.
 SRUN = """#!/bin/bash
-printf "%s|" "$@"
-exit $STATUS
+while [[ $1 == -* ]]; do printf "%s|" "$1"; shift; done
+SLURM_NODEID=1 STATUS=75 "$@" >/dev/null
+SLURM_NODEID=0 "$@"
+exit 75
 """
+# Runs the training command alone.
+SRUN_TRAINER = """#!/bin/bash
+while [[ $1 != -c ]]; do shift; done
+verdict=$3
+while [[ $1 != -- ]]; do shift; done
+shift
+"$@"
+echo $? >"$verdict"
+"""
+SUPERVISOR = '#!/bin/bash\nprintf "%s|" "$@"\nexit $STATUS\n'
 
 
 @pytest.mark.parametrize(
-    ("status", "requeued"), [(0, False), (75, True), (85, True), (78, False), (93, False), (95, False)]
+    ("status", "requeued"), [(0, False), (75, True), (85, True), (137, True), (78, False), (93, False), (95, False)]
 )
 def test_slurm_runs_supervisors_and_requeues_by_their_exit_code(tmp_path, status, requeued):
     program(tmp_path, "srun", SRUN)
+    program(tmp_path, "py", SUPERVISOR)
     program(
         tmp_path,
         "scontrol",
         '#!/bin/bash\n[[ $1 == show ]] && printf "%s\\n" gpu07 gpu08 || echo "$@" >> "$REQUEUED"\n',
     )
-    done = shell("bash", str(LAUNCH / "zaya.sbatch"), "--config", "a b.yaml", path=tmp_path, PYTHON="py",
+    done = shell("bash", str(LAUNCH / "zaya.sbatch"), "--config", "a b.yaml", path=tmp_path, PYTHON="py", SPARES="1",
                  STATUS=str(status), SLURM_JOB_NODELIST="gpu[07-08]", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="4",
                  SLURM_JOB_ID="4097", REQUEUED=str(tmp_path / "requeued"))  # fmt: skip
     assert done.stdout == (
-        "--kill-on-bad-exit=0|--wait=60|--gpu-bind=none|py|-m|zaya_jax.aegis|run|--processes|4|--nodes|2|--coordinator|gpu07:8476|"
-        "--|py|-m|zaya_jax.main|--config|a b.yaml|"
+        "--kill-on-bad-exit=0|--wait=0|--no-kill|--gpu-bind=none|-m|zaya_jax.aegis|run|--processes|4|--nodes|1|--spares|1|"
+        "--coordinator|gpu07:8476|--|py|-m|zaya_jax.main|--config|a b.yaml|"
     )
     assert (tmp_path / "requeued").exists() == requeued
     assert done.returncode == (0 if requeued else status)
@@ -114,18 +129,20 @@ def jobset():
     return yaml.safe_load((LAUNCH / "jobset.yaml").read_text(encoding="utf-8"))
 
 
-def test_the_jobset_has_a_pod_a_node_that_restart_together(jobset):
+def test_the_jobset_has_a_pod_a_node_and_replaces_those_that_fail(jobset):
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert jobset["spec"]["network"]["enableDNSHostnames"]
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
     (job,) = jobset["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
-    assert (job["replicas"], spec["completionMode"], spec["backoffLimit"]) == (1, "Indexed", 0)
+    assert (job["replicas"], spec["completionMode"], spec["backoffLimit"]) == (1, "Indexed", 20)
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
     pod = spec["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert spec["parallelism"] == spec["completions"] == int(environment["NODES"])
+    pods = int(environment["NODES"]) + int(environment["SPARES"])
+    assert spec["parallelism"] == spec["completions"] == pods
     (gpus,) = container["resources"]["limits"].values()
     assert f"--processes {gpus} " in container["args"][0]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
@@ -164,10 +181,13 @@ def test_the_jobset_starts_each_process_with_its_flags(jobset, tmp_path):
     program(tmp_path, "python", ECHO)
     done = shell(*container["command"], *container["args"], path=tmp_path, JOB_COMPLETION_INDEX="1", **environment)
     # JobSet calls a pod JOBSET-REPLICATEDJOB-JOB-INDEX, in the subdomain of the JobSet's name.
-    (port,) = (port["containerPort"] for port in container["ports"])
+    port, leader = (port["containerPort"] for port in container["ports"])
     coordinator = f"{name}-{job['name']}-0-0.{name}:{port}"
-    assert done.stdout == (f"-m zaya_jax.aegis run --processes 8 --nodes 2 --coordinator {coordinator} -- python -m "
-                           "zaya_jax.main --config configs/zaya1_8b.yaml run_dir=/runs/zaya1_8b\n")  # fmt: skip
+    assert done.stdout == (
+        f"-m zaya_jax.aegis run --processes 8 --nodes 2 --spares 1 --coordinator {coordinator} -- "
+        "python -m zaya_jax.main --config configs/zaya1_8b.yaml run_dir=/runs/zaya1_8b\n"
+    )
+    assert leader_address(coordinator) == (coordinator.removesuffix(f":{port}"), leader)
     argv = done.stdout.split(" -- ")[1].split()
     command = read_command(argv, 8, None, nodes=2, coordinator=coordinator, environment={"JOB_COMPLETION_INDEX": "1"})
     assert str(command.run_dir) == "/runs/zaya1_8b"
@@ -271,7 +291,10 @@ def test_the_commands_of_the_manual_are_accepted(tmp_path, capsys, monkeypatch):
     python = program(tmp_path, "python", ECHO)
     program(tmp_path, "mpirun", '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift 2; done\nexec "$@"\n')
     program(tmp_path, "ssh", SSH)
-    program(tmp_path, "srun", '#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nshift\nexec "$@"\n')
+    skip = "while [[ $1 != %s ]]; do shift; done"
+    program(
+        tmp_path, "srun", f'#!/bin/bash\n{skip % "-c"}\nverdict=$3\n{skip % "--"}\nshift\n"$@"\necho $? >"$verdict"\n'
+    )
     program(tmp_path, "scontrol", "#!/bin/bash\necho gpu07\n")
     program(tmp_path, "sbatch", '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec bash "$@"\n')
     tried = [line for line in lines if line[0] in {"sbatch", "mpirun", "launch/ssh.sh", "python"}]

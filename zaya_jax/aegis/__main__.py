@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -16,19 +17,24 @@ from typing import Any
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.faults import parse_fault
+from zaya_jax.aegis.job_view import format_events, format_job, merge_events
+from zaya_jax.aegis.leader_process import LeaderProcess, leader_address, open_listener
+from zaya_jax.aegis.member import Member, Place
 from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.state import is_running, read_state
 from zaya_jax.aegis.supervision_report import AEGIS, describe_run, format_report, format_status
 from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.aegis.timeouts import check_timeouts
-from zaya_jax.aegis.training_command import read_command
+from zaya_jax.aegis.training_command import TrainingCommand, read_command
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError, Reason
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.command_output import prepare_streams, run_command
+from zaya_jax.run.digests import digest
 from zaya_jax.run.files import Unlockable, expanded, locked
+from zaya_jax.run.job_secret import secret_path, share_secret
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.signals import warn
@@ -65,8 +71,10 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError(f"The command {options.command[0]} was not found.")
     for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
         require(value >= 1, flag, value, "at least 1")
+    require(options.spares >= 0, "--spares", options.spares, "at least 0")
+    require(options.spares == 0 or options.nodes > 1, "--spares", options.spares, "0 unless --nodes is at least 2")
     policy = load_policy(options.policy)
-    place = {"nodes": options.nodes, "node": options.node, "coordinator": options.coordinator}
+    place = {"nodes": options.nodes, "spares": options.spares, "node": options.node, "coordinator": options.coordinator}
     command = read_command(options.command, options.processes, options.run_dir, **place)
     if command.config is not None:
         preset = select_preset(command.config.preset)
@@ -76,13 +84,30 @@ def _run(options: argparse.Namespace) -> int:
         if command.nodes > 1 and action in ("fewer_devices", "roll_back") and name not in policy.log_only:
             needs = f"{action}, which needs one node, but --nodes is {command.nodes}"
             raise InputError(f"rules.{name} is {needs}. List {name} in log_only, or choose another action.")
-    node = os.uname().nodename
+    node = os.uname().nodename if command.nodes == 1 else f"{os.uname().nodename}-{command.node}"
     folder = command.run_dir / AEGIS / node
     environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
     with contextlib.ExitStack() as stack:
         if not _lock(folder, stack):
             return SupervisorExit.RETRY_ELSEWHERE
-        return Supervisor(command, policy, folder, node, environment).run()
+        join = _join(command, options.spares, node, stack) if command.nodes > 1 else None
+        return Supervisor(command, policy, folder, node, environment, join).run()
+
+
+def _join(command: TrainingCommand, spares: int, name: str, stack: contextlib.ExitStack) -> Callable[[int], Member]:
+    """Return what joins the job of several nodes; node 0 listens from now on, and has the secret of the job."""
+    coordinator = command.coordinator or ""
+    host, port = leader_address(coordinator)
+    patience = float(select_preset(None if command.config is None else command.config.preset).join_seconds)
+    argv = digest("\0".join(command.argv).encode(errors="surrogateescape"))
+    job = {"nodes": command.nodes, "spares": spares, "processes": len(command.devices), "command": argv}
+    place = Place(command.node, name, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
+    if command.node:
+        return functools.partial(Member, place, leader=None)
+    listener = stack.enter_context(open_listener(coordinator, patience))
+    secret = stack.enter_context(share_secret(place.secret))
+    leader = LeaderProcess(listener, secret, command.run_dir / AEGIS, job, patience)
+    return functools.partial(Member, place, leader=leader)
 
 
 def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:
@@ -107,10 +132,16 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def _status(options: argparse.Namespace) -> int:
-    print(format_status(options.path), flush=True)
-    while options.follow:
+    while True:
+        job = format_job(options.path)
+        print(*([job] if job else []), format_status(options.path), sep="\n", flush=True)
+        if not options.follow:
+            return ExitCode.OK
         time.sleep(2)
-        print(format_status(options.path), flush=True)
+
+
+def _events(options: argparse.Namespace) -> int:
+    print(json.dumps(merge_events(options.path)) if options.json else format_events(options.path))
     return ExitCode.OK
 
 
@@ -154,6 +185,7 @@ def _parser() -> Parser:
     several = "with more than one, each gets --coordinator, --processes and --process (default: 1)"
     _add_number(run, "--processes", 1, f"processes to start on this machine; {several}")
     _add_number(run, "--nodes", 1, "nodes of the job, each with its own supervisor and as many processes (default: 1)")
+    _add_number(run, "--spares", 0, "further nodes that wait until they replace one that is lost (default: 0)")
     launcher = "(default: set by Slurm or Kubernetes)"
     run.add_argument("--node", type=int, metavar="I", help=f"index of this node, from 0 {launcher}")
     run.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (several nodes only)")
@@ -174,6 +206,8 @@ def _parser() -> Parser:
     status.add_argument("--follow", action="store_true", help="print again every two seconds")
     report = _add_reader(commands, "report", _report, "print the faults, recoveries and goodput of a run")
     report.add_argument("--json", action="store_true", help="print JSON")
+    events = _add_reader(commands, "events", _events, "print the events of all nodes, each with its cause")
+    events.add_argument("--json", action="store_true", help="print JSON")
     export = _add_reader(commands, "export", _export, "serve the metrics of a run to Prometheus")
     _add_number(export, "--port", 9464, "port to listen on (default: 9464)")
     warning = "The server neither encrypts nor authenticates: with another address, TLS and the firewall are up to you"

@@ -5,7 +5,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from zaya_jax.aegis.failure import (
 )
 from zaya_jax.aegis.hang import HangWatch
 from zaya_jax.aegis.job_state import JobState
+from zaya_jax.aegis.member import Stop
 from zaya_jax.aegis.monitor import Monitor
 from zaya_jax.aegis.processes import KILL_SECONDS, Process, ProcessGroup, describe_process, kill_orphans
 from zaya_jax.aegis.signatures import observe_line
-from zaya_jax.aegis.state import describe_rank, write_state
+from zaya_jax.aegis.state import describe_rank
 from zaya_jax.aegis.supervision_report import SAME_FAULT
 from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.errors import REQUESTED, ExitCode
@@ -34,7 +34,6 @@ from zaya_jax.run.writing import make_folder, remove
 
 _TICK = 0.05  # seconds between two looks at the progress records; ends are noticed at once
 _MOST_ANSWER = 10.0  # seconds that the run folder may take to answer
-_STATE_EVERY = 1.0  # seconds
 _MOST_OBSERVATIONS = 1000  # per attempt
 EVIDENCE = "evidence"
 _KEPT = 20  # folders of evidence
@@ -53,7 +52,7 @@ class Attempt:
         self._log.attempt += 1
         needs_records = command.names_trainer or job.best_step >= 0  # which has trained before
         self._group = ProcessGroup(processes, job.outputs, expects_records=needs_records)
-        self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes))
+        self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes), **job.job_cause)
         self._hangs = HangWatch(job.timeouts, expects_records=command.config is not None)
         self._is_saved = command.is_saved
         self._observations = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)  # of the machine
@@ -62,10 +61,9 @@ class Attempt:
         self._kill_at: float | None = None  # when to kill what still runs
         self._lost_since = 0.0  # when a trainer ended before its command; else now
         self._is_asked = False  # whether a request to stop was passed on
+        self._is_stopped = False  # whether the leader of the job has stopped this attempt
         self._best_step = -1  # greatest number of steps done in this attempt
         self._written: dict[str, tuple[float, int]] = {}  # code → start of a minute, observations written in it
-        self._state: Future[None] | None = None  # the last `state.json`, which may not be written yet
-        self._state_time = 0.0
 
     def run(self) -> Failure | None:
         """Run the processes to their end; return why they failed, or None if all finished."""
@@ -76,7 +74,7 @@ class Attempt:
                 self._step(time.monotonic())
         finally:
             group.close()
-            kill_orphans({*self._monitor.pids, *self._job.notifier.pids})
+            kill_orphans({*self._monitor.pids, *self._job.notifier.pids, *self._job.member_pids})
         for observation in self._monitor.poll_machine(time.monotonic()):  # the kernel says it before the process ends
             self._note(observation)
         ends = group.ends
@@ -110,7 +108,10 @@ class Attempt:
         failed = [end for end in self._group.ends if end.outcome != 0]
         signals, lost = self._job.signals, any(rank.has_lost_trainer for rank in self._group.running)
         self._lost_since = self._lost_since if lost else now  # a script may start another one
-        if signals and not self._is_asked:
+        stop = None if self._job.member is None else self._job.member.stop
+        if stop is not None and not self._is_stopped:
+            self._obey(stop, now)
+        elif signals and not self._is_asked:
             event = self._log.write("detect", signal.Signals(signals[0]).name, fault=FaultClass.PREEMPTION)
             self._ask_to_stop(signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM, event)
         elif len(signals) > 1:
@@ -168,14 +169,7 @@ class Attempt:
                 seconds = {"recover": now - job.detected.time}
                 self._log.write("recover", "first-step", cause=job.cause, step=progress.step, seconds=seconds)
                 job.detected = None
-        if now - self._state_time >= _STATE_EVERY and (self._state is None or self._state.done()):
-            self._state_time = now
-            job.notifier.poll()
-            job.log.flush()
-            attempt, ranks = self._log.attempt, list(map(describe_rank, self._group.ranks))
-            self._state = job.files.submit(
-                lambda: write_state(job.folder, attempt=attempt, state="running", ranks=ranks)
-            )
+        job.keep_files(now, lambda: list(map(describe_rank, self._group.ranks)))
 
     def _observe(self, observation: Observation) -> None:
         """Write an observation of the machine or the training; end the attempt if the policy wants that.
@@ -226,6 +220,25 @@ class Attempt:
         seconds = {"detect": hang.seconds, "timeout": hang.timeout, "quiet": quiet}
         self._job.detect(self._log.write_observation(seen, step=hang.step, phase=phase, seconds=seconds))
         return Failure(FaultClass.HANG, f"hang-{phase}", hang.rank, hang.step, hang.words, self._job.best_step)
+
+    def _obey(self, stop: Stop, now: float) -> None:
+        """End the attempt, since the leader of the job wants that, or is lost."""
+        self._is_stopped, job = True, self._job
+        if stop.is_request:
+            if not job.signals:
+                job.note_signal(signal.SIGTERM)
+            return
+        seen = Observation("job-stop", FaultClass.PEERS, Severity.WARNING, stop.text)
+        event = self._log.write_observation(seen, **job.job_cause)
+        if not job.has_failed:
+            job.detect(event)
+        if all(end.outcome == 0 for end in self._group.ends):  # else they know more than the leader
+            step = job.best_step
+            self._planned = self._planned or Failure(FaultClass.PEERS, "node-lost", None, step, seen.text, step)
+        self._kill_at = self._kill_at or now + self._policy.settle_seconds
+        if stop.is_lost:  # the others wait for it, and their stacks say no more
+            self._group.kill()
+            self._log.write("act", "kill", severity=Severity.WARNING, cause=event, text=stop.text)
 
     def _ask_to_stop(self, number: int, event: int) -> None:
         self._is_asked, grace = True, self._policy.grace_seconds

@@ -39,9 +39,12 @@ def final_code(failure: Failure | None, signals: Sequence[int]) -> SupervisorExi
         return SupervisorExit.DONE
     if failure.code == SUPERSEDED:
         return SupervisorExit.SUPERSEDED
-    if signals:
-        return SupervisorExit.INTERRUPTED if signals[0] == signal.SIGINT else SupervisorExit.PREEMPTED
-    return None
+    return requested_code(signals) if signals else None
+
+
+def requested_code(signals: Sequence[int]) -> SupervisorExit:
+    """Return how a supervisor ends that `signals` asked to stop."""
+    return SupervisorExit.INTERRUPTED if signals[0] == signal.SIGINT else SupervisorExit.PREEMPTED
 
 
 def decide(

@@ -19,7 +19,8 @@ _LONGEST_LINE = 64 * 1024  # bytes of an event that a reader accepts
 _NEEDED = {"id", "attempt", "unix", "time", "kind", "code", "severity", "text"}
 _TYPES = {
     **dict.fromkeys(("id", "attempt", "cause", "rank", "step", "first_step", "last_step"), int),
-    **dict.fromkeys(("time", "kind", "code", "severity", "text", "fault", "action", "explanation"), str),
+    **dict.fromkeys(("time", "node", "kind", "code", "severity", "text"), str),
+    **dict.fromkeys(("cause_node", "fault", "action", "explanation"), str),
     **{"monotonic": int | float, "seconds": dict, "times": dict, "exit_statuses": list, "files": list},
 }
 _MOST_WAITING = 2**20  # bytes of events that wait for a full disk; later ones are dropped

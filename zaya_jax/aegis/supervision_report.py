@@ -45,7 +45,7 @@ def list_faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """List each fault with what followed from it; one for an attempt that ended, whatever else was logged about it."""
     faults, follow_ups, ended = [], defaultdict[int, list[Mapping[str, Any]]](list), dict[int, Mapping[str, Any]]()
     for event in events:
-        follow_ups[event.get("cause") or 0].append(event)
+        follow_ups[0 if "cause_node" in event else event.get("cause") or 0].append(event)
         if event["kind"] == "end" and event.get("cause"):
             ended[event["attempt"]] = event
     for event in events:

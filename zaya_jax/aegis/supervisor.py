@@ -1,5 +1,6 @@
 """The supervisor: runs a training command, attempt after attempt, until it is done or must be given up."""
 
+import dataclasses
 import errno
 import functools
 import os
@@ -13,14 +14,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from zaya_jax.aegis.attempt import Attempt
-from zaya_jax.aegis.decision import Decision, decide, final_code
+from zaya_jax.aegis.decision import Decision, decide, final_code, requested_code
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Failure, FaultClass, Severity
 from zaya_jax.aegis.faults import MARKS, read_marks
 from zaya_jax.aegis.job_state import JobState
+from zaya_jax.aegis.member import Member
 from zaya_jax.aegis.monitor import Monitor
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import adopt_orphans
+from zaya_jax.aegis.roster import State
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
 from zaya_jax.aegis.training_command import TrainingCommand, plan_rollback, roll_back
@@ -40,9 +43,19 @@ class Supervisor:
     """Keeps a job alive; `run` returns when the job is done, or when the supervisor gives up."""
 
     def __init__(
-        self, command: TrainingCommand, policy: Policy, folder: Path, node: str, environment: Mapping[str, str]
+        self,
+        command: TrainingCommand,
+        policy: Policy,
+        folder: Path,
+        node: str,
+        environment: Mapping[str, str],
+        join: Callable[[int], Member] | None = None,
     ) -> None:
-        """Prepare to run `command` in `environment` on this `node`; the `folder` of the supervisor exists."""
+        """Prepare to run `command` in `environment` on this `node`; the `folder` of the supervisor exists.
+
+        `join` joins a job of several nodes, of whose attempts it is given the last that this node knows.
+        """
+        self._join = join
         self._command, self._policy, self._environment = command, policy, environment
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode(errors="surrogateescape")))
         self._job = JobState(folder, node, policy, timeouts)
@@ -53,6 +66,7 @@ class Supervisor:
     def run(self) -> SupervisorExit:
         """Run the job to its end; the signals that ask it to stop are handled meanwhile."""
         adopt_orphans()
+        self._job.member = None if self._join is None else self._join(self._job.log.attempt)
         handled = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
         before = {number: signal.signal(number, self._job.note_signal) for number in handled}
         try:
@@ -80,6 +94,9 @@ class Supervisor:
         submit(lambda: write_state(folder, attempt=attempt, state="ended", exit_code=int(code), why=reason, ranks=[]))
         submit(job.timeouts.save)
         job.outputs[1].say(f"{reason} Exit code {int(code)}.")
+        if job.member is not None:
+            job.outputs[1].flush(1.0)
+            job.member.leave(code, reason)
         for output in job.outputs:
             if output.dropped:
                 job.outputs[1].say(f"{output.dropped:,} bytes of output were dropped, since nobody read them.")
@@ -91,19 +108,28 @@ class Supervisor:
             os._exit(code)  # closing its files would wait, too
 
     def _supervise(self) -> tuple[SupervisorExit, str]:
-        job = self._job
+        job, member = self._job, self._job.member
         while True:
             self._monitor.start_attempt()
+            if member is not None and not self._take_rank(member):
+                return self._ended(member) or (requested_code(job.signals), self._stopped("while waiting for a rank"))
             with reserved_port() as address:  # another for each attempt, since any user of this machine can take one
                 failure, note = self._attempt(address)
             self._note_faults_made()
             code = final_code(failure, job.signals)
+            if failure is None and member is not None:  # the job has finished once all nodes have
+                member.report(State.FINISHED)
+                continue
             if failure is None:
                 return SupervisorExit.DONE, f"The command finished in attempt {job.log.attempt}. {note}".strip()
             if code is SupervisorExit.SUPERSEDED:
                 return code, failure.words
+            if member is not None and (ended := self._ended(member)) is not None:
+                return ended
             if code is not None:
                 return code, self._stopped(f"after step {max(job.best_step, 0)}")
+            if member is not None:
+                member.report(State.ENDED, text=failure.words or f"{failure.code}.", event=job.cause)
             decision = self._decide(failure)
             if decision.exit_code is not None:
                 return decision.exit_code, decision.reason
@@ -113,6 +139,27 @@ class Supervisor:
             self._sleep(decision.delay)
             if (code := final_code(failure, job.signals)) is not None:
                 return code, self._stopped("while waiting to restart")
+
+    def _take_rank(self, member: Member) -> bool:
+        """Wait until this node has a rank in an attempt; False if the job has ended, or a signal asks to stop."""
+        if (started := member.wait_for_start(self._idle)) is None:
+            return False
+        order, secret = started
+        self._command = dataclasses.replace(self._command, node=order.rank or 0, secret=secret)
+        self._job.log.attempt = order.attempt - 1
+        return True
+
+    def _idle(self) -> bool:
+        """Look at the machine while no processes run; return whether to go on."""
+        now = time.monotonic()
+        for observation in self._monitor.poll([], now):
+            self._job.log.write_observation(observation)
+        self._job.keep_files(now)
+        time.sleep(_TICK)
+        return not self._job.signals
+
+    def _ended(self, member: Member) -> tuple[SupervisorExit, str] | None:
+        return None if member.ended is None else (SupervisorExit(member.ended[0]), member.ended[1])
 
     def _attempt(self, address: str) -> tuple[Failure | None, str]:
         """Run the processes once; return why they failed, and a note on those that finished."""
@@ -195,5 +242,5 @@ class Supervisor:
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._job.signals and (left := deadline - time.monotonic()) > 0:
+        while not self._job.must_end and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _TICK))

@@ -40,9 +40,10 @@ class TrainingCommand:
     # Index of the device of each process on this node; a single process uses all of them.
     devices: tuple[int, ...] = (0,)
     nodes: int = 1  # number of nodes of the job; each runs as many processes
-    node: int = 0  # index of this node
+    node: int = 0  # rank of this node in the job; before it has one, its index
     coordinator: str | None = None  # HOST:PORT of process 0; None if it is on this node, at a free port
     config: Config | None = None  # configuration of the run; None if the command is not `python -m zaya_jax.main`
+    secret: str | None = None  # that the processes of all nodes share; None for a new one
     peer_timeout: float | None = None  # value of --peer-timeout; None if it is not set
     is_reduced: bool = False  # whether devices were left out
     skipped_rows: tuple[tuple[int, int], ...] = ()  # ranges of rows that the supervisor has decided to skip
@@ -57,7 +58,7 @@ class TrainingCommand:
             device = str(self.devices[0])
             visible = {"HIP_VISIBLE_DEVICES": device, "CUDA_VISIBLE_DEVICES": device}
             return [(argv, visible if self.is_reduced else {})]
-        secret = {} if self.coordinator else {VARIABLE: make_secret()}  # processes of other nodes would not have it
+        secret = {VARIABLE: self.secret or make_secret()}
         listed = []
         for index, device in enumerate(self.devices):
             job = ["--coordinator", self.coordinator or address, "--processes", str(count), "--process"]
@@ -135,6 +136,7 @@ def read_command(
     run_dir: str | None,
     *,
     nodes: int = 1,
+    spares: int = 0,
     node: int | None = None,
     coordinator: str | None = None,
     environment: Mapping[str, str] = os.environ,
@@ -145,8 +147,8 @@ def read_command(
     `environment`. Raises `InputError` if the configuration is invalid, or a flag is missing.
     """
     node = node_index(environment) if node is None else node
-    if nodes > 1 and (coordinator is None or node is None or not 0 <= node < nodes):
-        index = f"--node from 0 to {nodes - 1} where neither Slurm nor Kubernetes sets it"
+    if nodes > 1 and (coordinator is None or node is None or not 0 <= node < nodes + spares):
+        index = f"--node from 0 to {nodes + spares - 1} where neither Slurm nor Kubernetes sets it"
         raise InputError(f"--nodes {nodes} needs --coordinator HOST:PORT, and {index}.")
     if nodes == 1:
         node = coordinator = None
@@ -162,7 +164,8 @@ def read_command(
         raise InputError(f"The supervisor sets --coordinator, --processes and --process of each process. {advice}")
     config = load_config(options.config, options.overrides)
     folder = expanded(config.run_dir if run_dir is None else run_dir)
-    return TrainingCommand(tuple(argv), folder, devices, nodes, node or 0, coordinator, config, options.peer_timeout)
+    job = devices, nodes, node or 0, coordinator
+    return TrainingCommand(tuple(argv), folder, *job, config, peer_timeout=options.peer_timeout)
 
 
 def _training_arguments(argv: Sequence[str]) -> Sequence[str] | None:

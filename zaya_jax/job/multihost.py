@@ -19,9 +19,9 @@ from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
 from zaya_jax.job.jax_internals import detect_job, key_value_store, share_compilation_cache
 from zaya_jax.job.peer_liveness import PeerLiveness
 from zaya_jax.job.relay import private_address, relay
-from zaya_jax.job.rendezvous import Job, connect_processes, list_processes, split_address
+from zaya_jax.job.rendezvous import Job, connect_processes, list_processes
 from zaya_jax.run.digests import digest
-from zaya_jax.run.launcher import detect_launcher
+from zaya_jax.run.launcher import detect_launcher, split_address
 from zaya_jax.run.progress_record import ProgressRecord
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from zaya_jax.job.peer import EXIT, Peer, end_connections, parse_exit
 from zaya_jax.job.stop_step import StopStep
+from zaya_jax.run.peer import EXIT, Peer, end_connections, parse_exit
 from zaya_jax.run.progress_record import ProgressRecord
 from zaya_jax.run.signals import exit_at_once, print_error
 

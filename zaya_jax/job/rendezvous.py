@@ -3,22 +3,13 @@
 Process 0 listens at the coordinator's address until every process has connected twice: for the lines of `PeerLiveness`,
 and for jax's coordination service (`relay`). From then on nothing of this package listens to other hosts.
 
-Whoever connects is a stranger until it has proved that it knows the secret of the job (`run.job_secret`):
-
-    process 0:  zaya_jax NONCE
-    the other:  {"process": 1, "processes": 2, "host": "node2", "channel": "lines", "nonce": NONCE} PROOF
-    process 0:  welcome PROOF
-
-Each proof covers the nonce of the other side, so recorded lines are worthless. Strangers learn nothing else, and what
-they send costs only their own connections.
+Whoever connects is a stranger until it has proved that it knows the secret of the job (`run.handshake`).
 """
 
 import contextlib
 import errno
-import json
 import os
 import random
-import secrets
 import select
 import selectors
 import socket
@@ -28,18 +19,15 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError, PeersMissing, printable
-from zaya_jax.job.peer import Peer, end_connections
-from zaya_jax.run.job_secret import VARIABLE, is_proof, prove, read_secret, secret_path, share_secret
+from zaya_jax.run.handshake import NoProofError, Strangers, exchange_proofs, read_line
+from zaya_jax.run.job_secret import VARIABLE, read_secret, secret_path, share_secret
+from zaya_jax.run.launcher import split_address
+from zaya_jax.run.peer import Peer, end_connections
 from zaya_jax.run.signals import warn, warn_once
 
-_HELLO = "zaya_jax "  # starts process 0's first line
-_ADMITTED = "welcome "  # starts process 0's answer to a proof
-_REJECTED = "rejected"  # process 0's answer to a wrong proof
 _READY = "ready"  # process 0's message that all processes are connected
 _REFUSALS = {"missing ": PeersMissing, "invalid ": InputError}  # starts process 0's message why the job does not start
 _LINES, _SERVICE = "lines", "service"  # the two connections
-_MOST_STRANGERS = 64  # connections at a time
-_LONGEST = 2**14  # bytes of a line of process 0
 _PATIENCE = 10.0  # seconds that a proof may take, or that a name server may be busy
 _ANSWER = 2.0  # seconds to wait for an answer from a process that already has the port
 _RETRY = 0.2  # seconds
@@ -69,14 +57,6 @@ class Job(NamedTuple):
         return f"{self.source} {self.address}"
 
 
-def split_address(text: str, source: str) -> tuple[str, int]:
-    """Split HOST:PORT; raises `InputError`, which names the `source`, if `text` is not of that form."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise InputError(f"{source} is {text!r}, but must be HOST:PORT.")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
 def connect_processes(job: Job, seconds: float) -> list[Peer]:
     """Wait for `seconds` until all processes are connected; return process 0's peers, or in the others process 0.
 
@@ -100,24 +80,27 @@ class _Members:
     """Process 0's view: the processes that have proved that they belong to the job, and strangers."""
 
     def __init__(self, job: Job, seconds: float) -> None:
-        self._job, self._seconds, self._secret, self._start = job, seconds, "", time.monotonic()
+        self._job, self._seconds, self._start = job, seconds, time.monotonic()
         self._members: dict[tuple[int, str], Peer] = {}  # by index and channel
-        self._strangers: dict[Peer, tuple[str, float]] = {}  # nonce and time of arrival, the oldest first
-        self._rejected, self._rejection = 0, ""  # number of wrong proofs, and a sentence about them
+        self._strangers: Strangers | None = None
         self._selector = selectors.DefaultSelector()
 
     def wait(self) -> list[Peer]:
         others = range(1, self._job.processes)
         with self._selector, contextlib.ExitStack() as stack:
-            stack.callback(lambda: self._drop(*self._strangers))
-            self._listen(stack)
-            self._secret = stack.enter_context(share_secret(secret_path(self._job.folder, self._job.address)))
+            path = secret_path(self._job.folder, self._job.address)
+            listeners = self._listen(stack)
+            self._strangers = strangers = Strangers(
+                self._selector, stack.enter_context(share_secret(path)), self._admit
+            )
+            stack.callback(strangers.close)
+            for listener in listeners:
+                self._selector.register(listener, selectors.EVENT_READ, strangers.accept)
             while len(self._members) < 2 * len(others):
                 left = self._start + self._seconds - time.monotonic()
                 if left <= 0:
                     self._refuse(PeersMissing(self._describe_missing()))
-                now = time.monotonic()
-                self._drop(*[peer for peer, (_, arrival) in self._strangers.items() if now - arrival > _PATIENCE])
+                strangers.drop_late(_PATIENCE)
                 for key, _ in self._selector.select(min(left, 1.0)):
                     key.data(key.fileobj)
         if self._rejection:
@@ -128,21 +111,20 @@ class _Members:
             peer.send(_READY)
         return [self._members[process, _LINES] for process in others]
 
-    def _listen(self, stack: contextlib.ExitStack) -> None:
+    def _listen(self, stack: contextlib.ExitStack) -> list[socket.socket]:
         host, port = self._job.host, self._job.port
         if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
             host, port = split_address(chosen, "JAX_COORDINATOR_BIND_ADDRESS")
         while True:
             addresses = _resolve(self._job, host, self._start, self._seconds)
-            for address in addresses:
-                if listener := self._open_listener(address, port):
-                    self._selector.register(stack.enter_context(listener), selectors.EVENT_READ, self._accept)
-            if self._selector.get_map():
+            opened = [self._open_listener(address, port) for address in addresses]
+            listeners = [stack.enter_context(listener) for listener in opened if listener is not None]
+            if listeners:
                 is_local = all(address == "::1" or address.startswith("127.") for address in addresses)
                 if is_local and host not in (*addresses, "localhost"):
                     problem = f"{host} is {' and '.join(addresses)} on this host, which other hosts cannot reach"
                     warn_once(f"{problem}. If the job has others, {_BIND}.")
-                return
+                return listeners
             # A name may still lead to the host of an earlier start, and an address may come up late.
             problem = f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host"
             warn_once(f"{problem} yet. It tries again for {self._seconds:g} s.")
@@ -171,63 +153,33 @@ class _Members:
                 remedy = f"End the program that uses port {self._job.port}, or choose {other}."
                 raise PeersMissing(f"{problem}. {remedy}") from error
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, address = listener.accept()
-        except OSError:  # no file descriptor is left
-            time.sleep(0 if self._strangers else _RETRY)
-            self._drop(*list(self._strangers)[:1])
-            return
-        if len(self._strangers) >= _MOST_STRANGERS:
-            self._drop(next(iter(self._strangers)))
-        peer, nonce = Peer(connection, host=address[0]), secrets.token_hex(16)
-        self._strangers[peer] = nonce, time.monotonic()
-        self._selector.register(peer, selectors.EVENT_READ, self._receive)
-        peer.send(_HELLO + nonce)
-
-    def _drop(self, *strangers: Peer) -> None:
-        for stranger in strangers:
-            del self._strangers[stranger]
-            self._selector.unregister(stranger)
-            stranger.close()
-
     def _receive(self, peer: Peer) -> None:
-        lines = peer.receive()
-        if peer in self._strangers and lines:
-            self._check_proof(peer, lines[0])
-        elif peer in self._strangers and lines is None:
-            self._drop(peer)
-        elif peer.process is not None and lines is None:
+        if peer.receive() is None:
             before = f"before all {self._job.processes} processes had connected"
             self._refuse(PeersMissing(f"Process {peer} was lost {before}. Start all of them again."))
 
-    def _check_proof(self, peer: Peer, line: str) -> None:
-        body, _, proof = line.rpartition(" ")
-        nonce, _ = self._strangers[peer]
-        if is_proof(proof, self._secret, "enter", nonce, body):
-            del self._strangers[peer]
-            self._admit(peer, json.loads(body))
-            return
-        self._rejected += 1
-        count = counted(self._rejected, "connection")
-        problem = f"Process 0 rejected {count} without the secret of this job ({VARIABLE})"
-        self._rejection = f"{problem}, the last from {peer.host}."
-        peer.send(_REJECTED)
-        self._drop(peer)
-
-    def _admit(self, peer: Peer, hello: dict[str, Any]) -> None:
-        process, processes, key = hello["process"], hello["processes"], (hello["process"], hello["channel"])
+    def _admit(self, peer: Peer, hello: dict[str, Any], key: str) -> None:
+        self._selector.register(peer, selectors.EVENT_READ, self._receive)
+        process, processes, connection = hello["process"], hello["processes"], (hello["process"], hello["channel"])
         peer.process, peer.host = process, printable(hello["host"], 255)
-        peer.send(_ADMITTED + prove(self._secret, "admit", hello["nonce"]))
         if processes != self._job.processes or not 0 <= process < processes:
             own = f"but process 0 with --processes {self._job.processes}. Start all with the same number."
             self._refuse(InputError(f"Process {peer} was started with --processes {processes}, {own}"))
-        if process == 0 or key in self._members:
-            first = self._members[key].host if process else socket.gethostname()
+        if process == 0 or connection in self._members:
+            first = self._members[connection].host if process else socket.gethostname()
             twice = f"Two processes have --process {process}, on {first} and {peer.host}"
             remedy = f"a different --process, 0 to {processes - 1}, and each job a different port"
             self._refuse(InputError(f"{twice}. Give each of the {processes} processes {remedy}."))
-        self._members[key] = peer
+        self._members[connection] = peer
+
+    @property
+    def _rejection(self) -> str:
+        """A sentence about wrong proofs; empty if there were none."""
+        if self._strangers is None or not self._strangers.rejected:
+            return ""
+        count = counted(self._strangers.rejected, "connection")
+        problem = f"Process 0 rejected {count} without the secret of this job ({VARIABLE})"
+        return f"{problem}, the last from {self._strangers.last}."
 
     def _describe_missing(self) -> str:
         job, absent = self._job, [n for n in range(1, self._job.processes) if (n, _SERVICE) not in self._members]
@@ -303,43 +255,29 @@ def _enter(job: Job, channel: str, start: float, seconds: float, lines: socket.s
 
 def _exchange_proofs(connection: socket.socket, job: Job, channel: str) -> None:
     """Prove to process 0 that this process belongs to the job, and check its proof; `OSError` if it sends none."""
-    if connection.getsockname() == connection.getpeername():  # a free local port can connect to itself
-        raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    deadline, path = time.monotonic() + (_PATIENCE if job.process else _ANSWER), secret_path(job.folder, job.address)
-    challenge, secret, nonce = _read_line(connection, deadline), read_secret(path), secrets.token_hex(16)
-    if not challenge.startswith(_HELLO):
-        raise OSError("another program uses the port")
-    if secret is None:
-        remedy = f"If the processes share no folder, set {VARIABLE} for all"
-        raise OSError(f"it has not written {path}, the secret of the job. {remedy}")
-    hello = {"process": job.process, "processes": job.processes, "host": socket.gethostname()}
-    body = json.dumps({**hello, "channel": channel, "nonce": nonce})
-    connection.sendall(f"{body} {prove(secret, 'enter', challenge.removeprefix(_HELLO), body)}\n".encode())
-    answer = _read_line(connection, deadline)
-    if answer == _REJECTED and job.process and os.environ.get(VARIABLE):
+    path, hello = secret_path(job.folder, job.address), {"process": job.process, "processes": job.processes}
+
+    def find_secret() -> str:
+        if (secret := read_secret(path)) is None:
+            remedy = f"If the processes share no folder, set {VARIABLE} for all"
+            raise OSError(f"it has not written {path}, the secret of the job. {remedy}")
+        return secret
+
+    deadline = time.monotonic() + (_PATIENCE if job.process else _ANSWER)
+    try:
+        exchange_proofs(connection, find_secret, {**hello, "host": socket.gethostname(), "channel": channel}, deadline)
+    except NoProofError as error:
+        if not (error.is_said and job.process and os.environ.get(VARIABLE)):
+            raise OSError(f"its secret is not that in {path}") from error
         problem = f"it has another {VARIABLE}; set the same for all processes, or for none"
         warn_once(f"Process {job.process} cannot join process 0 at {job.coordinator} yet: {problem}.")
-        raise OSError(problem)  # to try again, since a stranger can say so
-    if not is_proof(answer.removeprefix(_ADMITTED), secret, "admit", nonce):
-        raise OSError(f"its secret is not that in {path}")
-
-
-def _read_line(connection: socket.socket, deadline: float) -> str:
-    """Read a line, and no byte after it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        byte = connection.recv(1)
-        if not byte or len(line) > _LONGEST:
-            raise OSError("the connection was closed")
-        line += byte
-    return line[:-1].decode(errors="replace")
+        raise OSError(problem) from error  # to try again, since a stranger can say so
 
 
 def _wait_until_ready(lines: socket.socket, job: Job, seconds: float) -> None:
     """Wait until process 0 says that all are connected; raise why, if it ends the start instead."""
     try:
-        line = _read_line(lines, time.monotonic() + seconds)
+        line = read_line(lines, time.monotonic() + seconds)
     except OSError as error:
         problem = f"Process {job.process} received no answer from process 0 at {job.coordinator} ({error})"
         raise PeersMissing(f"{problem}. Start all processes again.") from error

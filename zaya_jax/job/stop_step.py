@@ -11,7 +11,7 @@ which its messages pass.
 import threading
 from collections.abc import Sequence
 
-from zaya_jax.job.peer import Peer, parse_number
+from zaya_jax.run.peer import Peer, parse_number
 
 _REQUEST, _QUESTION, _ANSWER, _DECISION = "stop", "finished?", "finished", "stop-after"
 

@@ -29,3 +29,11 @@ def node_index(environment: Mapping[str, str]) -> int | None:
         if environment.get(name, "").isdecimal():
             return int(environment[name])
     return None
+
+
+def split_address(text: str, source: str) -> tuple[str, int]:
+    """Split HOST:PORT; raises `InputError`, which names the `source`, if `text` is not of that form."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise InputError(f"{source} is {text!r}, but must be HOST:PORT.")
+    return host.removeprefix("[").removesuffix("]"), int(port)

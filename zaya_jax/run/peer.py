@@ -35,6 +35,11 @@ class Peer:
         with contextlib.suppress(OSError):
             self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
+    @property
+    def unsent(self) -> int:
+        """Number of bytes that the other side has left no room for."""
+        return len(self._unsent)
+
     def receive(self) -> list[str] | None:
         """Return the lines received since the last call; None if the other side has closed, or a line is too long."""
         try:

@@ -1,0 +1,193 @@
+"""Faults of whole nodes, which are network namespaces: three with a process of the real trainer each, and a spare.
+
+Each test prints what it measured; `benchmarks/soak_nodes.json` has the results of one run. Needs root for namespaces.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.aegis.cluster_helpers import Cluster, Node, can_make_networks, make_nodes
+from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.fencing import read_token
+
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(not can_make_networks(), reason="needs root for namespaces")]
+
+STEPS = 120
+OVERRIDES = ["train.batch.tokens=192", f"phases.0.tokens={STEPS * 192}", "evaluation.every=50", "sample.tokens=4"]
+FAULT_AT = 45  # step
+DETECTION, ALL_STOP, SPARE_LATER = 5.0, 10.0, 3.0  # seconds allowed
+
+
+@contextlib.contextmanager
+def trained(folder: Path) -> Iterator[Cluster]:
+    """A job that has trained some steps."""
+    with make_nodes(4) as nodes:
+        cluster = Cluster(folder, nodes, 3, STEPS, *OVERRIDES)
+        cluster.start_all()
+        cluster.wait_for_step(FAULT_AT)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> tuple[object, bytes]:
+    """The results of the run without faults."""
+    with trained(tmp_path_factory.mktemp("undisturbed")) as cluster:
+        assert cluster.wait(cluster.nodes) == [0] * 4
+        assert not [event for event in cluster.events if event["severity"] in ("warning", "error", "fatal")]
+        return cluster.results()
+
+
+def measure(name: str, cluster: Cluster, began: float, attempt: int = 2) -> dict[str, float]:
+    """Seconds from the fault to its detection by the leader, and to the first step after it."""
+    events = [event for event in cluster.events if event["unix"] >= began]
+    found = [event["unix"] - began for event in events if event["code"] in ("node-lost", "job-stop")]
+    steps = [event["unix"] - began for event in events if event["kind"] == "recover" and event["attempt"] == attempt]
+    measured = {"detected": round(min(found), 2), "next step": round(min(steps), 2)}
+    print(json.dumps({name: measured}), flush=True)
+    return measured
+
+
+def wait_for_attempt(cluster: Cluster, attempt: int, seconds: float = 60) -> float:
+    """Wait until processes of that attempt have done a step."""
+    deadline = time.monotonic() + seconds
+    while not [event for event in cluster.events if event["kind"] == "recover" and event["attempt"] == attempt]:
+        assert time.monotonic() < deadline, "\n---\n".join(map(cluster.said, cluster.nodes))
+        time.sleep(0.2)
+    return time.time()
+
+
+def ranks(cluster: Cluster) -> list[str]:
+    return [event["text"] for event in cluster.leader_events if event["code"] == "job-attempt"]
+
+
+def find(node: Node, module: str) -> psutil.Process:
+    """The process of a node that runs a module: the trainer or the leader."""
+    (found,) = [each for pid in node.pids if module in (each := psutil.Process(pid)).cmdline()[:3]]
+    return found
+
+
+def test_a_killed_node_is_replaced_about_as_fast_as_a_killed_process(tmp_path, expected):
+    with trained(tmp_path) as cluster:
+        began = time.time()
+        find(cluster.nodes[1], "zaya_jax.main").kill()
+        wait_for_attempt(cluster, 2)
+        plain = measure("process killed (plain restart)", cluster, began)
+        began = time.time()
+        cluster.nodes[1].send(signal.SIGKILL)
+        assert cluster.wait(cluster.nodes) == [0, -signal.SIGKILL, 0, 0]
+        replaced = measure("node killed", cluster, began, 3)
+        assert replaced["detected"] < DETECTION
+        assert replaced["next step"] < plain["next step"] + SPARE_LATER
+        assert [text.split(", ")[1] for text in ranks(cluster)] == ["1: zaya1-1", "1: zaya1-1", "1: zaya3-3"]
+        assert cluster.results() == expected
+
+
+def test_a_frozen_node_is_replaced_and_returns_twice(tmp_path, expected):
+    with trained(tmp_path) as cluster:
+        for attempt, index in ((2, 1), (3, 3)):
+            began = time.time()
+            cluster.nodes[index].send(signal.SIGSTOP)
+            wait_for_attempt(cluster, attempt)
+            cluster.nodes[index].send(signal.SIGCONT)
+            assert measure(f"node frozen ({attempt - 1}), then back", cluster, began, attempt)["detected"] < DETECTION
+            while sum("returned" in event["text"] for event in cluster.leader_events) < attempt - 1:
+                time.sleep(0.1)
+        assert cluster.wait(cluster.nodes) == [0] * 4
+        assert [text.split(", ")[1] for text in ranks(cluster)] == ["1: zaya1-1", "1: zaya3-3", "1: zaya1-1"]
+        assert cluster.results() == expected
+
+
+@pytest.mark.parametrize(("sends", "receives"), [(False, False), (False, True), (True, False)])
+def test_a_node_that_is_cut_off_is_replaced_and_ends(tmp_path, expected, sends, receives):
+    with trained(tmp_path) as cluster:
+        node, *_ = cut = [cluster.nodes[1]]
+        others = [each for each in cluster.nodes if each not in cut]
+        began = time.time()
+        node.cut(others, sends=sends, receives=receives)
+        assert cluster.wait(cut) == [75]
+        assert time.time() - began < ALL_STOP
+        assert node.pids == []
+        assert cluster.wait(others) == [0] * 3
+        name = f"node cut off ({'sends' if sends else 'receives' if receives else 'neither'})"
+        assert measure(name, cluster, began)["detected"] < DETECTION
+        assert cluster.results() == expected
+
+
+def test_a_cut_off_trainer_whose_supervisor_is_frozen_writes_nothing_that_counts(tmp_path, expected):
+    """Nothing ends it before its peer timeout, when the others have long finished."""
+    with trained(tmp_path) as cluster:
+        node, others = cluster.nodes[1], [cluster.nodes[index] for index in (0, 2, 3)]
+        old, checkpoints = find(node, "zaya_jax.main"), cluster.run_dir / CHECKPOINTS
+        supervisor, before = old.ppid(), read_token(checkpoints)
+        os.kill(supervisor, signal.SIGSTOP)
+        node.cut(others, sends=False, receives=False)
+        assert cluster.wait(others) == [0] * 3
+        assert old.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        after = read_token(checkpoints)
+        assert before is not None
+        assert after is not None
+        assert after.number > before.number
+        assert cluster.results() == expected
+        files = written(cluster.run_dir)
+        deadline = time.monotonic() + 120
+        while old.status() != psutil.STATUS_ZOMBIE:  # its parent is frozen
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert written(cluster.run_dir) == files
+        os.kill(supervisor, signal.SIGCONT)
+        assert cluster.wait([node]) == [75]
+        assert "sent no heartbeat for 60 s" in cluster.said(node)
+        assert cluster.results() == expected
+
+
+def written(run_dir: Path) -> dict[str, int]:
+    """Every file of the run but those of supervisors, with the time of its last change."""
+    return {str(path): path.stat().st_mtime_ns for path in run_dir.rglob("*") if "aegis" not in path.parts}
+
+
+def test_the_loss_of_the_leaders_process_disturbs_nothing(tmp_path, expected):
+    with trained(tmp_path) as cluster:
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            began = time.time()
+            joined = sum(event["code"] == "node-joined" for event in cluster.leader_events)
+            find(cluster.nodes[0], "zaya_jax.aegis.leader").send_signal(number)
+            while sum(event["code"] == "node-joined" for event in cluster.leader_events) < joined + 4:
+                time.sleep(0.02)
+            print(json.dumps({f"leader's process: {number.name}, all back": round(time.time() - began, 2)}), flush=True)
+        assert cluster.wait(cluster.nodes) == [0] * 4
+        assert len(ranks(cluster)) == 1
+        assert cluster.results() == expected
+
+
+def test_the_loss_of_the_leaders_node_ends_the_job_and_a_new_start_resumes_it(tmp_path, expected):
+    with trained(tmp_path) as cluster:
+        began = time.time()
+        cluster.nodes[0].send(signal.SIGKILL)
+        assert cluster.wait(cluster.nodes[1:]) == [75] * 3
+        seconds = time.time() - began
+        print(json.dumps({"leader's node killed, all stopped": round(seconds, 2)}), flush=True)
+        assert seconds < ALL_STOP
+        assert all("has sent nothing for 8 s" in cluster.said(node) for node in cluster.nodes[1:])
+        assert all(node.pids == [] for node in cluster.nodes)
+        cluster.start_all()
+        assert cluster.wait(cluster.nodes) == [0] * 4
+        assert cluster.results() == expected
+
+
+def test_no_node_is_lost_by_mistake_beside_busy_processes(tmp_path, expected):
+    """Eight processes that compute beside the job: slow is not silent."""
+    with trained(tmp_path) as cluster, contextlib.ExitStack() as stack:
+        for _ in range(8):
+            busy = psutil.Popen(["sh", "-c", "while :; do :; done"])
+            stack.callback(lambda busy=busy: (busy.kill(), busy.wait()))
+        assert cluster.wait(cluster.nodes) == [0] * 4
+        assert len(ranks(cluster)) == 1
+        assert cluster.results() == expected

@@ -1,0 +1,208 @@
+"""Supervisors of several nodes on this machine, with a light trainer: spares, the leader's process, and strangers."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.aegis.aegis_helpers import LIGHT, Supervised, check_events, left_running
+from tests.job.processes_helpers import free_port
+from tests.train_helpers import ROOT
+from zaya_jax.aegis.__main__ import main
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.job_view import format_events, format_job, merge_events
+from zaya_jax.aegis.member import Member, Place
+from zaya_jax.run.job_secret import VARIABLE
+
+
+class Nodes:
+    """The supervisors of a job; each has the number of its node."""
+
+    def __init__(self, folder: Path, needed: int, spares: int, steps: int) -> None:
+        self.folder, self.run_dir, self.port = folder, folder / "run", free_port()
+        self._job = [*map(str, ("--nodes", needed, "--coordinator", f"127.0.0.1:{self.port}"))]
+        self._command = [sys.executable, str(LIGHT), str(folder), str(steps)]
+        self.nodes = [self.start(index, spares) for index in range(needed + spares)]
+
+    def start(self, index: int, spares: int) -> Supervised:
+        flags = [*self._job, "--spares", str(spares), "--node", str(index)]
+        return Supervised(self.folder, self._command, flags=flags, environment={"JAX_PLATFORMS": "cpu"})
+
+    def until(self, is_so: Callable[[], object], seconds: float = 60) -> float:
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline, f"{self.nodes[0].said}\n{format_events(self.run_dir)}"
+            time.sleep(0.02)
+        return time.time()
+
+    @property
+    def events(self) -> list[dict]:
+        """Of the leader."""
+        return read_events(self.run_dir / "aegis" / EVENTS)
+
+    def count(self, code: str) -> int:
+        return sum(event["code"] == code for event in self.events)
+
+    def leader(self) -> psutil.Process:
+        children = psutil.Process(self.nodes[0].process.pid).children()
+        (leader,) = [child for child in children if "zaya_jax.aegis.leader" in child.cmdline()]
+        return leader
+
+    def trainers(self) -> set[int]:
+        return {process.pid for process in left_running(self.folder) if "aegis" not in process.cmdline()[2]}
+
+    def step(self, rank: int) -> int:
+        path = self.folder / f"checkpoint-{rank}"
+        return int(path.read_text()) if path.exists() else 0
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.process.kill()
+            node.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Nodes]]:
+    made: list[Nodes] = []
+
+    def make(needed: int, spares: int, steps: int) -> Nodes:
+        made.append(Nodes(tmp_path, needed, spares, steps))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.close()
+
+
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b'{"index": 1} 00\n']
+
+
+@contextlib.contextmanager
+def annoyed(port: int) -> Iterator[None]:
+    """Strangers of the leader: garbage, a line without end, and hundreds of connections that say nothing."""
+    with contextlib.ExitStack() as stack:
+        for number in range(300):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with contextlib.suppress(OSError):  # dropped already
+                connection.sendall(b"".join(GARBAGE[number : number + 1]))
+        yield
+
+
+def test_a_spare_replaces_a_lost_node_and_strangers_and_a_lost_leader_disturb_nothing(start, tmp_path):
+    nodes = start(2, 1, 400)
+    foreign = nodes.start(3, 5)
+    nodes.until(lambda: nodes.step(0) and nodes.step(1))
+    leader = nodes.leader()
+    with annoyed(nodes.port + 1):
+        check_the_faults(nodes, leader, foreign)
+    check_the_log(nodes.run_dir)
+    assert not left_running(tmp_path)
+    assert not list(nodes.run_dir.glob("job_secret*"))
+
+
+def check_the_faults(nodes: Nodes, leader: psutil.Process, foreign: Supervised) -> None:
+    assert leader.memory_info().rss < 100e6
+    trainers = nodes.trainers()
+    leader.kill()
+    nodes.until(lambda: nodes.count("node-joined") >= 6)  # all are back at another leader
+    assert nodes.trainers() == trainers
+    assert nodes.count("job-attempt") == 1
+    began = time.time()
+    nodes.nodes[1].process.kill()
+    assert nodes.until(lambda: nodes.count("node-lost")) - began < 2
+    assert [node.wait(60) for node in nodes.nodes] == [0, -signal.SIGKILL, 0]
+    assert foreign.wait(30) == 78
+    assert "spares=5 instead of 1" in nodes.nodes[0].said
+    assert (nodes.step(0), nodes.step(1)) == (400, 400)
+
+
+def check_the_log(run_dir: Path) -> None:
+    """The log of all nodes tells what followed from what; the state names ranks."""
+    host, events = os.uname().nodename, merge_events(run_dir)
+    lost = next(event for event in events if event["code"] == "node-lost")
+    assert (lost["node"], lost["text"]) == ("leader", f"{host}-1 was lost: its connection closed.")
+    stop = next(event for event in events if event["code"] == "job-stop" and event["node"] == "leader")
+    follow = [event for event in events if event.get("cause") == stop["id"] and event.get("cause_node") == "leader"]
+    assert [(event["node"], event["kind"]) for event in follow] == [(f"{host}-0", "detect")]
+    second = next(event for event in events if event["code"] == "job-attempt" and event["attempt"] == 2)
+    assert second["text"] == f"Ranks 0: {host}-0, 1: {host}-2"
+    assert second["cause"] == stop["id"]
+    starts = [event for event in events if event["code"] == "attempt" and event["attempt"] == 2]
+    assert {(event["node"], event["cause"]) for event in starts} == {
+        (f"{host}-0", second["id"]),
+        (f"{host}-2", second["id"]),
+    }
+    places = {(event["node"], event["id"]): place for place, event in enumerate(events)}
+    for event in events:
+        if event["cause"] is not None:
+            assert places[event.get("cause_node", event["node"]), event["cause"]] < places[event["node"], event["id"]]
+    for node in ("", f"{host}-0", f"{host}-2"):
+        for event in read_events(run_dir / "aegis" / node / EVENTS):
+            assert "cause_node" in event or event["cause"] is None or event["cause"] < event["id"]
+    assert "Job of 2 nodes: ended; attempt 2." in format_job(run_dir)
+    assert f"rank 1   {host}-2" in format_job(run_dir)
+    assert f"lost     {host}-1 was lost" in format_job(run_dir)
+    assert f"(after leader:{stop['id']})" in format_events(run_dir)
+    listed = subprocess.run([sys.executable, "-m", "zaya_jax.aegis", "events", str(run_dir), "--json"], cwd=ROOT,
+                            check=True, capture_output=True).stdout  # fmt: skip
+    assert json.loads(listed) == events
+
+
+def test_all_stop_within_10_s_and_ask_for_other_nodes_if_the_leaders_node_is_lost(start, tmp_path):
+    nodes = start(2, 0, 100_000)
+    nodes.until(lambda: nodes.step(0) and nodes.step(1))
+    began = time.monotonic()
+    nodes.nodes[0].process.kill()
+    assert nodes.nodes[1].wait(30) == 75
+    assert time.monotonic() - began < 10
+    assert not left_running(tmp_path)
+    # The kernel kills the leader, too, but it may have noticed the loss of its node before.
+    assert re.search(r"Node 0, with the leader of the job at 127\.0\.0\.1|It is the leader's node", nodes.nodes[1].said)
+    check_events(read_events(nodes.run_dir / "aegis" / f"{os.uname().nodename}-1" / EVENTS)[:1])
+
+
+def test_a_request_to_stop_one_node_lets_all_save(start, tmp_path):
+    nodes = start(2, 1, 100_000)
+    nodes.until(lambda: nodes.step(0) and nodes.step(1))
+    nodes.nodes[1].process.send_signal(signal.SIGTERM)
+    assert [node.wait(30) for node in nodes.nodes] == [85] * 3
+    saved = [
+        int(line.split("step ")[1].split(",")[0]) for line in nodes.nodes[0].said.splitlines() if "is saved" in line
+    ]
+    assert sorted(saved) == sorted((nodes.step(0), nodes.step(1)))
+    assert not left_running(tmp_path)
+
+
+def test_a_member_whose_thread_fails_ends_its_supervisor(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(VARIABLE, "secret")
+    member = Member(Place(1, "node-1", "x" * 70, 1, tmp_path / "secret", {}, 60.0), 0, None)  # no name of a host
+    assert member.wait_for_start(lambda: not time.sleep(0.01)) is None
+    code, text = member.ended or (0, "")
+    assert (code, "UnicodeError" in text) == (SupervisorExit.SOFTWARE, True)
+    member.leave(SupervisorExit.SOFTWARE, text)
+    assert "UnicodeError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nodes", "2", "--node", "0", "--coordinator", "localhost:65535"], "must be less than 65535"),
+        (["--spares", "1"], "--spares is 1, but must be 0 unless --nodes is at least 2"),
+        (["--nodes", "2", "--spares", "-1"], "--spares is -1"),
+        (["--nodes", "2", "--spares", "1", "--node", "3", "--coordinator", "localhost:1"], "--node from 0 to 2"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(tmp_path, capsys, flags, message):
+    assert main(["run", "--run-dir", str(tmp_path), *flags, "--", "true"]) == SupervisorExit.CONFIGURATION
+    assert message in capsys.readouterr().err

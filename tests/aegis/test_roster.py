@@ -1,0 +1,281 @@
+"""The roster of a job, driven by simulated members that obey it, fail, are lost, and return."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.roster import Order, Report, Roster, State
+
+JOB = {"nodes": 3, "spares": 1, "processes": 1, "command": "c"}
+PATIENCE, RETURN = 100.0, 60.0  # seconds
+
+
+def goes_to(order: Order, report: Report) -> bool:
+    return order.runs and order.rank is not None and order.attempt > report.attempt
+
+
+class Job:
+    """A leader's roster and simulated supervisors."""
+
+    def __init__(self, nodes: int, spares: int) -> None:
+        self.nodes, self.spares, self.now = nodes, spares, 0.0
+        self.job = {**JOB, "nodes": nodes, "spares": spares}
+        self.events: list[tuple[str, str, dict]] = []
+        self.logged = 0  # attempt
+        self.reports: dict[int, Report] = {}  # of supervisors that run, connected or not
+        self.starts: list[dict[int, int]] = []  # rank → index, of each attempt
+        self.roster = self.lead()
+
+    def lead(self) -> Roster:
+        return Roster(self.nodes, self.spares, self.logged, PATIENCE, self.write)
+
+    def write(self, kind: str, code: str, **details: object) -> int:
+        self.events.append((kind, code, details))
+        if code == "job-attempt":
+            busy = [report for report in self.roster.members.values() if report.state in (State.RUNNING, State.ENDED)]
+            assert not busy, "an attempt starts while processes of another may run"
+        self.logged = details.get("attempt", self.logged)
+        return len(self.events)
+
+    def come(self, index: int) -> Order | None:
+        report = self.reports.setdefault(index, Report(index, f"node-{index}", f"i{index}", self.job))
+        return self.roster.admit(report, self.job, self.now)
+
+    def say(self, index: int, state: State, **changes: object) -> None:
+        self.reports[index] = dataclasses.replace(self.reports[index], state=state, **changes)
+        if index in self.roster.members:
+            self.roster.observe(self.reports[index], self.now)
+
+    def obey(self, index: int) -> None:
+        """Do what the newest order says, as `Member` and the supervisor do."""
+        order, report = self.roster.order_for(index), self.reports[index]
+        goes_on = order.runs and (order.attempt, order.rank) == (report.attempt, report.rank)
+        if report.state is State.RUNNING and not goes_on:
+            self.say(index, State.ENDED)
+        elif report.state is State.ENDED:
+            self.say(index, State.READY)
+        elif report.state is not State.RUNNING and goes_to(order, report):
+            self.say(index, State.RUNNING, attempt=order.attempt, rank=order.rank)
+
+    def check(self) -> None:
+        roster = self.roster
+        assert len(set(roster.ranks.values())) == len(roster.ranks) <= self.nodes
+        starts = [details for _, code, details in self.events if code == "job-attempt"]
+        attempts = [details["attempt"] for details in starts]
+        assert attempts == sorted(set(attempts)), "an attempt was started twice"
+        running = [(each.attempt, each.rank) for index, each in self.reports.items()
+                   if each.state is State.RUNNING and index in roster.members
+                   and (roster.order.runs and roster.order_for(index).rank == each.rank
+                        and each.attempt == roster.order.attempt)]  # fmt: skip
+        assert len(running) == len(set(running)), "two nodes have one rank"
+        if roster.order.runs:
+            assert roster.ranks.get(0, 0) == 0, "process 0 is not on the leader's node"
+
+    def settle(self) -> None:
+        """Let time pass without faults until the job has ended."""
+        for _ in range(400):
+            self.now += 1.0
+            for index in list(self.reports):
+                if index not in self.roster.members and self.roster.order.code is None:
+                    self.come(index)
+                elif self.roster.order.code is None:
+                    self.obey(index)
+            if self.roster.order.runs and self.roster.order.code is None:
+                for index, report in list(self.reports.items()):
+                    if report.state is State.RUNNING and report.attempt == self.roster.order.attempt:
+                        self.say(index, State.FINISHED)
+            self.roster.decide(self.now)
+            self.check()
+            if self.roster.has_ended:
+                return
+        raise AssertionError(f"the job does not end: {self.roster.order}, {self.reports}")
+
+
+def started(nodes: int = 3, spares: int = 1) -> Job:
+    """A job that trains on all but its spares."""
+    job = Job(nodes, spares)
+    for index in reversed(range(nodes + spares)):
+        assert job.come(index) is None
+    for index in range(nodes + spares):
+        job.obey(index)
+    assert job.roster.order.runs
+    return job
+
+
+def test_the_first_nodes_get_the_ranks_and_a_spare_that_of_a_lost_node():
+    job = started()
+    assert job.roster.ranks == {0: 0, 1: 1, 2: 2}
+    job.roster.lose(1, "its connection closed", job.now)
+    assert (job.roster.order.runs, job.roster.order.is_lost) == (False, True)
+    for _ in range(2):
+        for index in (0, 2):
+            job.obey(index)
+    assert job.roster.ranks == {0: 0, 3: 1, 2: 2}
+    assert (job.roster.order.attempt, job.roster.order.runs) == (2, True)
+    job.say(1, State.RUNNING)  # it is back, and has not noticed
+    assert job.come(1) is None
+    assert job.roster.order_for(1).rank is None
+    job.settle()
+    assert job.roster.order.code == SupervisorExit.DONE
+
+
+def test_an_attempt_has_a_greater_number_than_any_that_a_node_knows():
+    job = Job(2, 0)
+    job.reports[1] = Report(1, "node-1", "i1", job.job, attempt=7)
+    job.come(1)
+    job.come(0)
+    assert job.roster.order.attempt == 8
+
+
+def test_nobody_starts_while_a_process_of_the_attempt_before_may_run():
+    job = started()
+    job.roster.lose(1, "it is silent", job.now)
+    job.obey(0)
+    job.obey(0)
+    assert job.reports[0].state is State.READY
+    assert not job.roster.order.runs
+    job.say(2, State.ENDED)
+    assert not job.roster.order.runs
+    job.say(2, State.READY)
+    assert job.roster.order.runs
+
+
+def test_a_failure_stops_the_others_and_names_its_cause():
+    job = started()
+    job.say(2, State.ENDED, text="ValueError: bad", event=17)
+    order = job.roster.order_for(0)
+    assert (order.runs, order.is_lost) == (False, False)
+    assert "node-2 stopped: ValueError: bad" in order.text
+    [(_, _, details)] = [event for event in job.events if event[1] == "job-stop"]
+    assert (details["cause"], details["cause_node"]) == (17, "node-2")
+
+
+@pytest.mark.parametrize(
+    ("index", "code", "expected"),
+    [(1, 75, None), (0, 75, 75), (1, 93, 93), (2, 85, 85), (3, 85, None), (3, 70, None), (1, 96, 96)],
+)
+def test_a_faulty_node_is_replaced_and_any_other_end_is_that_of_the_job(index, code, expected):
+    job = started()
+    job.say(index, State.LEFT, code=code, text="Why.")
+    assert job.roster.order.code == expected
+    assert index not in job.roster.members
+
+
+def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
+    job = started(2, 0)
+    job.roster.lose(1, "it is silent", job.now)
+    for _ in range(2):
+        job.obey(0)
+    job.roster.decide(job.now + RETURN - 1)
+    assert not job.roster.has_ended
+    assert job.come(1) is None
+    job.say(1, State.READY)
+    assert (job.roster.order.runs, job.roster.order.attempt) == (True, 2)
+    for index in (0, 1):
+        job.obey(index)
+    job.roster.lose(1, "it is silent", job.now)
+    for _ in range(2):
+        job.obey(0)
+    job.roster.decide(job.now)
+    job.roster.decide(job.now + RETURN)
+    assert job.roster.order.code == SupervisorExit.RETRY_ELSEWHERE
+    assert "1 are missing" in job.roster.order.text
+    assert "node-1 was lost: it is silent." in job.roster.order.text
+
+
+def test_before_the_first_attempt_the_job_waits_for_the_join_timeout():
+    job = Job(2, 1)
+    job.come(0)
+    job.roster.decide(job.now)
+    job.roster.decide(job.now + PATIENCE - 1)
+    assert not job.roster.has_ended
+    job.roster.decide(job.now + PATIENCE)
+    assert (job.roster.order.code, "1, 2 are missing" in job.roster.order.text) == (75, True)
+
+
+def test_the_loss_of_the_leaders_node_ends_the_job():
+    job = started()
+    job.roster.lose(0, "it is silent", job.now)
+    assert job.roster.order.code == SupervisorExit.RETRY_ELSEWHERE
+
+
+def test_strangers_duplicates_and_latecomers_are_rejected_by_name():
+    job = started()
+    other = Report(1, "intruder", "another", job.job)
+    assert "intruder) was rejected: node-1 has joined as node 1" in job.roster.admit(other, job.job, 0.0).text
+    outside = dataclasses.replace(other, index=4)
+    assert "numbered from 0 to 3" in job.roster.admit(outside, job.job, 0.0).text
+    foreign = dataclasses.replace(other, index=3, job={**job.job, "nodes": 4})
+    assert "nodes=4 instead of 3" in job.roster.admit(foreign, job.job, 0.0).text
+    assert job.roster.members[1].name == "node-1"
+    job.settle()
+    assert job.roster.admit(dataclasses.replace(other, index=3), job.job, 0.0).code == SupervisorExit.DONE
+
+
+def test_a_restarted_leader_takes_over_what_runs():
+    job = started()
+    job.roster = job.lead()
+    for index in (2, 0, 3, 1):
+        job.come(index)
+    assert job.roster.ranks == {0: 0, 1: 1, 2: 2}
+    assert (job.roster.order.attempt, job.roster.order.runs) == (1, True)
+    job.roster.decide(job.now + 100)
+    assert job.roster.order.runs
+
+
+def test_a_restarted_leader_replaces_a_node_that_does_not_return():
+    job = started()
+    job.roster = job.lead()
+    for index in (2, 0, 3):
+        job.come(index)
+    job.roster.decide(job.now + 4)
+    assert job.roster.order.runs
+    job.roster.decide(job.now + 6)
+    assert (job.roster.order.runs, job.roster.order.is_lost) == (False, True)
+    del job.reports[1]
+    job.settle()
+    assert job.roster.order.code == SupervisorExit.DONE
+    assert job.roster.ranks == {0: 0, 3: 1, 2: 2}
+
+
+FAULTS = ["come", "obey", "obey", "obey", "lose", "fail", "finish", "wait", "lead", "die", "leave"]
+STEPS = st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4)), max_size=60)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(0, 2), STEPS)
+def test_after_any_faults_the_job_ends_and_no_rank_is_ever_given_twice(nodes, spares, steps):
+    job = Job(nodes, spares)
+    for name, number in steps:
+        index = number % (nodes + spares)
+        is_member, has_ended = index in job.roster.members, job.roster.has_ended
+        runs = is_member and job.reports[index].state is State.RUNNING
+        if name == "come" and not is_member:
+            job.come(index)
+        elif name == "obey" and is_member and not has_ended:
+            job.obey(index)
+        elif name == "lose":
+            job.roster.lose(index, "it is silent", job.now)
+        elif name == "fail" and runs:
+            job.say(index, State.ENDED, text="a crash")
+        elif name == "finish" and runs:
+            job.say(index, State.FINISHED)
+        elif name == "wait":
+            job.now += 3.0
+            job.roster.decide(job.now)
+        elif name == "lead" and not has_ended:
+            job.roster = job.lead()
+        elif name == "die":
+            job.roster.lose(index, "its connection closed", job.now)
+            job.reports.pop(index, None)
+        elif name == "leave" and is_member and index:
+            job.say(index, State.LEFT, code=75, text="A GPU failed.")
+            del job.reports[index]
+        job.check()
+    if not job.roster.has_ended:
+        job.settle()
+    if job.roster.order.code != SupervisorExit.DONE:
+        assert job.roster.order.code == SupervisorExit.RETRY_ELSEWHERE

@@ -1,0 +1,168 @@
+"""The leader of a job of several nodes: a process of its own on node 0, which the supervisor there restarts.
+
+`python -m zaya_jax.aegis.leader JSON`, with the arguments of `Leader` and a listening socket that it inherits.
+"""
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.failure import Severity
+from zaya_jax.aegis.file_worker import FileWorker
+from zaya_jax.aegis.roster import Order, Report, Roster
+from zaya_jax.aegis.secure_channel import SecureChannel
+from zaya_jax.aegis.state import write_state
+from zaya_jax.run.handshake import Strangers
+from zaya_jax.run.job_secret import VARIABLE
+from zaya_jax.run.peer import Peer
+from zaya_jax.run.signals import NAMES
+
+LEADER = "leader"  # its name in events
+BEAT = 0.5  # seconds between two messages to a member, and from it
+SILENT = 4.0  # seconds without a message after which a node is lost; a busy machine delays a thread by less
+_TICK = 0.1  # seconds
+_PATIENCE = 10.0  # seconds that a proof may take
+_FAREWELL = 5.0  # seconds that members may take to read how the job ended
+_STATE_EVERY = 1.0  # seconds
+
+
+@dataclasses.dataclass
+class _Connection:
+    """The connection to a member."""
+
+    channel: SecureChannel
+    index: int
+    heard: float  # when the last message came
+    sent: float = 0.0  # when the last one was sent
+    order: Order | None = None  # what was sent
+
+
+class Leader:
+    """Keeps a connection to each member, and tells the `Roster` what happens to it; `run` returns at the job's end."""
+
+    def __init__(
+        self, listener: socket.socket, secret: str, folder: Path, job: Mapping[str, Any], patience: float
+    ) -> None:
+        """Listen to supervisors of a `job` (`nodes`, `spares`, …); its log and state are in `folder`.
+
+        `patience` is how long to wait for missing nodes, in seconds.
+        """
+        self._folder, self._job = folder, job
+        self._files = FileWorker()
+        self._log = EventLog(folder, LEADER, self._files)
+        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write)
+        self._members: dict[int, _Connection] = {}
+        self._selector = selectors.DefaultSelector()
+        self._strangers = Strangers(self._selector, secret, self._admit)
+        self._state: Future[None] | None = None  # the last `state.json`, which may not be written yet
+        self._state_time = 0.0
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._strangers.accept)
+
+    def run(self) -> None:
+        """Serve until the job has ended and the members know it."""
+        ended: float | None = None
+        while ended is None or (self._members and time.monotonic() < ended + _FAREWELL):
+            for key, _ in self._selector.select(_TICK):
+                key.data(key.fileobj)
+            now = time.monotonic()  # after all that had arrived was read: a pause of this process is no silence
+            self._strangers.drop_late(_PATIENCE)
+            for connection in list(self._members.values()):
+                if not connection.channel.is_open:
+                    self._lose(connection, "its connection closed", now)
+                elif now - connection.heard > SILENT:
+                    self._lose(connection, f"it has sent nothing for {SILENT:g} s", now)
+            self._roster.decide(now)
+            for connection in self._members.values():
+                self._send_order(connection, now)
+            is_due = now - self._state_time >= _STATE_EVERY and (self._state is None or self._state.done())
+            if ended is None and (is_due or self._roster.has_ended):
+                self._write_state(now)
+            if self._roster.has_ended and ended is None:
+                ended = now
+        self._log.close(_FAREWELL)
+
+    def _write(self, kind: Any, code: str, *, severity: Severity = Severity.INFO, text: str, **details: Any) -> int:
+        self._log.attempt = details.pop("attempt", self._log.attempt)
+        return self._log.write(kind, code, severity=severity, text=text, **details)
+
+    def _admit(self, peer: Peer, hello: dict[str, Any], key: str) -> None:
+        channel = SecureChannel(peer, key, is_leader=True)
+        del hello["nonce"]
+        now = time.monotonic()
+        try:
+            report = Report.parse(hello)
+        except (TypeError, ValueError, KeyError):
+            text = "A supervisor of another version of zaya_jax was rejected."
+            self._reject(channel, Order(text=text, code=SupervisorExit.CONFIGURATION))
+            return
+        if (rejection := self._roster.admit(report, self._job, now)) is not None:
+            self._reject(channel, rejection)
+            return
+        if (old := self._members.pop(report.index, None)) is not None:  # the same supervisor has connected again
+            self._forget(old)
+        connection = self._members[report.index] = _Connection(channel, report.index, now)
+        self._selector.register(channel, selectors.EVENT_READ, lambda _: self._hear(connection))
+
+    def _reject(self, channel: SecureChannel, order: Order) -> None:
+        channel.send(dataclasses.asdict(order))
+        channel.close()
+
+    def _hear(self, connection: _Connection) -> None:
+        for message in connection.channel.receive():
+            connection.heard = time.monotonic()
+            if connection.index in self._roster.members:
+                self._roster.observe(Report.parse(message), connection.heard)
+
+    def _send_order(self, connection: _Connection, now: float) -> None:
+        order = self._roster.order_for(connection.index)
+        if order != connection.order or now - connection.sent >= BEAT:
+            connection.channel.send(dataclasses.asdict(order))
+            connection.order, connection.sent = order, now
+
+    def _lose(self, connection: _Connection, why: str, now: float) -> None:
+        del self._members[connection.index]
+        self._forget(connection)
+        self._roster.lose(connection.index, why, now)
+
+    def _forget(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.channel)
+        connection.channel.close()
+
+    def _write_state(self, now: float) -> None:
+        self._state_time, roster = now, self._roster
+        nodes = [
+            {"node": index, "name": report.name, "state": str(report.state), "rank": roster.ranks.get(index)}
+            for index, report in sorted(roster.members.items())
+        ]
+        state = "ended" if roster.has_ended else "running" if roster.order.runs else "waiting"
+        details = {"attempt": roster.order.attempt, "nodes": nodes, "lost": dict(roster.lost), "why": roster.order.text}
+        details |= {"needed": self._job["nodes"], "strangers": self._strangers.rejected, "exit_code": roster.order.code}
+        folder = self._folder
+        self._state = self._files.submit(lambda: write_state(folder, state=state, **details))
+        self._log.flush()
+
+
+def main() -> None:
+    """Lead the job that the first argument describes."""
+    for number in NAMES:  # which launchers send to all processes: the supervisor heeds them
+        signal.signal(number, signal.SIG_IGN)
+    arguments = cast("dict[str, Any]", json.loads(sys.argv[1]))
+    listener = socket.socket(fileno=arguments["listener"])
+    secret, folder = os.environ[VARIABLE], Path(arguments["folder"])
+    Leader(listener, secret, folder, arguments["job"], arguments["patience"]).run()
+
+
+if __name__ == "__main__":
+    main()

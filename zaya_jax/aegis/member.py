@@ -1,0 +1,212 @@
+"""A supervisor's side of a job of several nodes: a thread that reports to the leader, and receives its orders."""
+
+import dataclasses
+import secrets
+import select
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.leader import BEAT, SILENT
+from zaya_jax.aegis.leader_process import LeaderProcess
+from zaya_jax.aegis.roster import Order, Report, State
+from zaya_jax.aegis.secure_channel import SecureChannel
+from zaya_jax.errors import InputError, printable
+from zaya_jax.run.handshake import NoProofError, exchange_proofs
+from zaya_jax.run.job_secret import prove, read_secret
+from zaya_jax.run.peer import Peer
+
+_GIVE_UP = 8.0  # seconds without a word of the leader after which this node's processes must not go on
+_MARGIN = 15.0  # seconds to wait longer than the leader, which knows which nodes are missing
+_ANSWER = 2.0  # seconds that connecting and answering may take, each
+_RETRY = 0.2  # seconds
+_FAREWELL = 7.0  # seconds that the leader may take to tell the others how the job ended
+_REQUESTS = (SupervisorExit.PREEMPTED, SupervisorExit.INTERRUPTED)
+
+
+class Stop(NamedTuple):
+    """Why the processes of this node must end."""
+
+    text: str
+    is_lost: bool  # they wait in vain for a node, so there is no evidence in them
+    is_request: bool  # the job was asked to stop, so they may save
+    event: int | None  # in the job's log
+
+
+class Place(NamedTuple):
+    """This node in its job."""
+
+    node: int  # index by the launcher
+    name: str  # in messages
+    host: str  # of the leader
+    port: int
+    secret: Path  # file with the secret of the job, unless the environment has it
+    job: Mapping[str, Any]  # what all supervisors have in common
+    patience: float  # seconds to wait for other nodes
+
+
+class Member:
+    """Reports what this supervisor does; `order` is what the leader wants, `ended` how the job has ended."""
+
+    def __init__(self, place: Place, attempt: int, leader: LeaderProcess | None) -> None:
+        """Join the job; `attempt` is the last one that this node knows, and `leader` is not None on node 0."""
+        self._place, self._leader = place, leader
+        self._report = Report(place.node, place.name, secrets.token_hex(8), place.job, attempt=attempt)
+        self.order = Order()
+        self.ended: tuple[int, str] | None = None  # exit code and sentence
+        self._channel: SecureChannel | None = None
+        self._lock = threading.Lock()  # of the channel and the report
+        self._closing = threading.Event()
+        self._has_joined = False
+        self._quiet = 0.0  # seconds without a word of the leader, while this process ran
+        self._looked = self._began = time.monotonic()
+        self._problem = "it does not answer"  # why there is no connection
+        self._secret, self._is_foreign = "", False  # of the job, and whether the leader has another
+        self._thread = threading.Thread(target=self._serve, name="member", daemon=True)
+        self._thread.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The leader's process, if it runs here."""
+        return [] if self._leader is None else self._leader.pids
+
+    def wait_for_start(self, idle: Callable[[], bool]) -> tuple[Order, str] | None:
+        """Wait for an attempt in which this node has a rank; return the order, and the secret of its processes.
+
+        None once the job has ended, or `idle`, which is called several times a second, returns False.
+        """
+        self.report(State.FINISHED if self._report.state is State.FINISHED else State.READY)
+        while self.ended is None and idle():
+            order = self.order
+            if order.runs and order.rank is not None and order.attempt > self._report.attempt:
+                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank)
+                return order, prove(self._secret, "attempt", str(order.attempt), order.nonce)
+        return None
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why the attempt that runs must stop; None while it is to go on."""
+        order, report = self.order, self._report
+        if self.ended is not None:
+            code, text = self.ended
+            return Stop(text, code == SupervisorExit.RETRY_ELSEWHERE, code in _REQUESTS, order.event)
+        if order.runs and (order.attempt, order.rank) == (report.attempt, report.rank):
+            return None
+        text = order.text if order.attempt == report.attempt else f"Attempt {order.attempt} runs without this node."
+        return Stop(text, order.is_lost or order.attempt != report.attempt, is_request=False, event=order.event)
+
+    def report(self, state: State, **changes: Any) -> None:
+        """Tell the leader what this node does."""
+        if "text" in changes:
+            changes["text"] = printable(changes["text"], 500)
+        with self._lock:
+            self._report = dataclasses.replace(self._report, **{"text": "", "event": None, **changes, "state": state})
+            self._send_report()
+
+    def leave(self, code: SupervisorExit, text: str) -> None:
+        """Say that this supervisor ends, unless the job has ended, and wait until the others know it."""
+        if self.ended is None:
+            self.report(State.LEFT, code=int(code), text=text)
+        self._closing.set()
+        self._thread.join(_FAREWELL + 3 * _ANSWER)
+
+    def _send_report(self) -> None:
+        if self._channel is not None:
+            self._channel.send(dataclasses.asdict(self._report))
+
+    def _serve(self) -> None:
+        try:
+            self._keep_talking()
+        except Exception as error:  # without this thread nobody would end the processes of a node that is given up
+            traceback.print_exc()
+            self.ended = (
+                SupervisorExit.SOFTWARE,
+                f"The connection to the leader failed: {type(error).__name__}: {error}.",
+            )
+        if self._channel is not None:
+            self._channel.finish(_ANSWER)
+        if self._leader is not None:
+            self._closing.wait()  # the kernel would kill the leader with this thread
+            self._leader.end(_FAREWELL)
+
+    def _keep_talking(self) -> None:
+        while not self._closing.is_set() and self.ended is None:
+            was_lost = self._talk()
+            if self._leader is not None and self.ended is None and not self._closing.is_set():
+                self._leader.revive(was_lost=was_lost)
+            self._closing.wait(_RETRY)
+
+    def _talk(self) -> bool:
+        """Connect to the leader and exchange messages until the connection is lost; False if it was never there."""
+        try:
+            channel = self._connect()
+        except (OSError, InputError) as error:
+            self._problem = getattr(error, "strerror", None) or str(error)
+            self._count_quiet()
+            return False
+        sent, was_heard = time.monotonic(), False
+        with self._lock:
+            self._channel = channel
+            self._send_report()
+        while channel.is_open and self.ended is None and not self._closing.is_set():
+            select.select([channel], [], [], BEAT / 2)
+            for message in channel.receive():
+                self._quiet, was_heard = 0.0, True
+                self._heed(Order(**message))
+            self._count_quiet()
+            if self._quiet > SILENT:
+                break
+            if time.monotonic() - sent >= BEAT:
+                sent = time.monotonic()
+                with self._lock:
+                    self._send_report()
+        if self.ended is None and not self._closing.is_set():
+            with self._lock:
+                self._channel = None
+            channel.close()
+        return was_heard
+
+    def _connect(self) -> SecureChannel:
+        place, deadline = self._place, time.monotonic() + 2 * _ANSWER
+        connection = socket.create_connection((place.host, place.port), timeout=_ANSWER)
+        try:
+            with self._lock:
+                hello = dataclasses.asdict(self._report)
+            key = exchange_proofs(connection, self._find_secret, hello, deadline)
+        except BaseException as error:
+            self._is_foreign = isinstance(error, NoProofError)
+            connection.close()
+            raise
+        self._is_foreign = False
+        return SecureChannel(Peer(connection), key, is_leader=False)
+
+    def _find_secret(self) -> str:
+        if not self._secret or self._is_foreign:  # otherwise do not read it again: the file system may hang
+            if (secret := read_secret(self._place.secret)) is None:
+                raise OSError(f"it has not written {self._place.secret}, the secret of the job")
+            self._secret = secret
+        return self._secret
+
+    def _heed(self, order: Order) -> None:
+        self.order, self._has_joined = order, True
+        if order.code is not None:
+            self.ended = order.code, order.text
+
+    def _count_quiet(self) -> None:
+        """Count the time without a word, but for pauses of this process itself; give up if it is too long."""
+        now = time.monotonic()
+        self._quiet += min(now - self._looked, 2 * _ANSWER)
+        self._looked = now
+        leader = f"the leader of the job at {self._place.host}:{self._place.port}"
+        code = SupervisorExit.RETRY_ELSEWHERE
+        if self._has_joined and self._quiet > _GIVE_UP:
+            problem = f"Node 0, with {leader}, has sent nothing for {_GIVE_UP:g} s ({self._problem})"
+            self.ended = code, f"{problem}, so {self._place.name} must not train on."
+        elif not self._has_joined and now - self._began > self._place.patience + _MARGIN:
+            seconds = self._place.patience + _MARGIN
+            self.ended = code, f"{self._place.name} could not join {leader} within {seconds:g} s ({self._problem})."

@@ -1,0 +1,240 @@
+"""The nodes of a job and their ranks, as the leader sees them: a state machine without sockets, files or clocks.
+
+The leader and each member send each other their state over and over, not commands, so no message has to arrive: a
+member reports its `Report`, and does what the newest `Order` for it says. A leader that was restarted learns from the
+reports which attempt runs. Ranks belong to one attempt; a node that comes back after it was lost is a spare.
+"""
+
+import dataclasses
+import enum
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.failure import Severity
+from zaya_jax.errors import printable
+
+_GATHER = 10.0  # seconds to wait for the rest once enough nodes are ready, so that the first nodes get the ranks
+_RETURN = 60.0  # seconds to wait for a node once no spare is left, such as a pod that Kubernetes replaces
+_REJOIN = 4.0  # seconds in which the members return to a leader that was restarted
+
+
+class State(enum.StrEnum):
+    """What a member does."""
+
+    READY = "ready"  # it waits for a rank
+    RUNNING = "running"  # its processes run
+    ENDED = "ended"  # they have failed, and it is not ready yet
+    FINISHED = "finished"  # they have finished
+    LEFT = "left"  # its supervisor ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a member tells the leader."""
+
+    index: int  # of the node, by the launcher
+    name: str  # of the node, in messages
+    instance: str  # random, of this supervisor
+    job: Mapping[str, Any]  # what all supervisors of a job must have in common
+    state: State = State.READY
+    attempt: int = 0  # the last one that it has run, or knows of
+    rank: int | None = None  # in that attempt
+    text: str = ""  # why the attempt failed, or the supervisor ends
+    code: int = 0  # exit code with which it ends
+    event: int | None = None  # the event of the failure in the node's own log
+
+    @classmethod
+    def parse(cls, message: Mapping[str, Any]) -> Self:
+        """Make a report from JSON; `TypeError` or `ValueError` if it is of another version."""
+        return cls(**{**message, "state": State(message["state"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What the leader wants of a member."""
+
+    attempt: int = 0  # the newest
+    rank: int | None = None  # of this node in it; None for a spare
+    runs: bool = False  # whether the attempt goes on
+    nonce: str = ""  # makes the secret of the attempt
+    is_lost: bool = False  # whether it was stopped since a node was lost: its processes wait in vain
+    text: str = ""  # why it was stopped, or the job ended
+    code: int | None = None  # exit code with which all supervisors end; None while the job goes on
+    event: int | None = None  # the event that this follows from in the job's log
+
+
+# Writes an event to the log of the job, and returns its id.
+WriteEvent = Callable[..., int]
+
+
+class Roster:
+    """Decides which node has which rank, when an attempt starts and stops, and when the job ends."""
+
+    def __init__(self, nodes: int, spares: int, attempt: int, patience: float, write: WriteEvent) -> None:
+        """Wait for `nodes` and `spares`; the last of earlier attempts was `attempt`.
+
+        `patience` is how long to wait for nodes that are missing before the first attempt, in seconds.
+        """
+        self._nodes, self._spares, self._patience, self._write = nodes, spares, patience, write
+        self.members: dict[int, Report] = {}
+        self.lost: dict[int, str] = {}  # index → sentence
+        self.ranks: dict[int, int] = {}  # of the nodes in this attempt, or before it the last one; by index
+        self.order = Order(attempt)  # for all, without a rank
+        self._finished: set[int] = set()  # ranks
+        self._incomplete_since: float | None = None  # while an attempt that this leader did not start lacks ranks
+        self._waiting_since: float | None = None  # while nodes are missing
+        self._gathering_since: float | None = None  # while enough are ready for the first attempt
+        self._has_ordered = False  # whether this leader has started or stopped an attempt
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all supervisors are to end."""
+        return self.order.code is not None
+
+    def order_for(self, index: int) -> Order:
+        """Return what a member is to do."""
+        return dataclasses.replace(self.order, rank=self.ranks.get(index))
+
+    def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Order | None:
+        """Add a member of the `job`, or return the order with which it is rejected."""
+        other = self.members.get(report.index)
+        pairs = [(key, report.job.get(key), value) for key, value in job.items()]
+        differing = [f"{key}={its!r} instead of {value!r}" for key, its, value in pairs if its != value]
+        if self.has_ended:
+            return self.order
+        if differing:
+            why = f"it was started with {', '.join(differing)}. Start all supervisors of a job alike."
+        elif not 0 <= report.index < self._nodes + self._spares:
+            why = f"nodes are numbered from 0 to {self._nodes + self._spares - 1}."
+        elif other is not None and other.instance != report.instance:
+            why = f"{other.name} has joined as node {report.index}. Give each supervisor another --node."
+        else:
+            self._add(report, now)
+            return None
+        text = f"Node {report.index} ({report.name}) was rejected: {why}"
+        self._write("detect", "node-rejected", severity=Severity.WARNING, text=text)
+        return Order(text=text, code=SupervisorExit.CONFIGURATION)
+
+    def _add(self, report: Report, now: float) -> None:
+        self.members[report.index] = report
+        back = self.lost.pop(report.index, None)
+        self._write("act", "node-joined", text=f"{report.name} {'returned' if back else 'joined'}.")
+        self._adopt(report, now)
+        self.observe(report, now)
+
+    def _adopt(self, report: Report, now: float) -> None:
+        """Take over an attempt that an earlier leader of this job has started."""
+        runs = report.rank is not None and report.state in (State.RUNNING, State.FINISHED)
+        if self._has_ordered or not runs or report.attempt < self.order.attempt:
+            return
+        if report.attempt > self.order.attempt or not self.order.runs:
+            self.ranks, self._finished, self._incomplete_since = {}, set(), now
+            self.order = Order(report.attempt, runs=True)
+        if report.rank is not None and report.rank not in self.ranks.values():
+            self.ranks[report.index] = report.rank
+
+    def observe(self, report: Report, now: float) -> None:
+        """Note what a member reports."""
+        index = report.index
+        self.members[index] = report
+        rank = self.ranks.get(index)
+        is_current = rank is not None and report.attempt == self.order.attempt
+        if report.state is State.LEFT:
+            self._remove(report, rank)
+        if is_current and report.state is State.FINISHED:
+            self._finished.add(rank or 0)
+        elif is_current and self.order.runs and report.state is not State.RUNNING:
+            self._stop(f"{report.name} stopped: {report.text}", cause=report.event, node=report.name)
+        self.decide(now)
+
+    def _remove(self, report: Report, rank: int | None) -> None:
+        """Do without a member that ends by itself: it may be replaced if only its node is faulty."""
+        del self.members[report.index]
+        may_continue = report.code == SupervisorExit.RETRY_ELSEWHERE or rank is None
+        if not may_continue or report.index == 0:
+            self._end(report.code, report.text, cause=report.event, node=report.name)
+            return
+        self.lost[report.index] = f"{report.name} left with exit code {report.code}: {report.text}"
+        self._write("detect", "node-left", severity=Severity.WARNING, text=self.lost[report.index])
+
+    def lose(self, index: int, why: str, now: float) -> None:
+        """Note that a member is lost; `why` follows its name in a sentence."""
+        if (report := self.members.pop(index, None)) is None or self.has_ended:
+            return
+        rank, text = self.ranks.get(index), f"{report.name} was lost: {why}."
+        self.lost[index] = text
+        event = self._write("detect", "node-lost", severity=Severity.ERROR, text=text, fault="peers")
+        if index == 0:
+            self._end(SupervisorExit.RETRY_ELSEWHERE, f"{text} It is the leader's node.", cause=event)
+        elif rank is not None and rank not in self._finished and self.order.runs:
+            self._stop(text, cause=event, is_lost=True)
+        self.decide(now)
+
+    def decide(self, now: float) -> None:
+        """Start an attempt, or end the job, if it is time."""
+        if self.has_ended:
+            return
+        if self.order.runs:
+            self._check_running(now)
+            return
+        if any(report.state in (State.RUNNING, State.ENDED) for report in self.members.values()):
+            self._waiting_since = None
+            return
+        if len(self.members) < self._nodes or 0 not in self.members:  # process 0 is on the leader's node
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+            self._gathering_since = None
+            seconds = min(self._patience, _RETURN) if self._has_ordered else self._patience
+            if now - self._waiting_since >= seconds:
+                absent = [index for index in range(self._nodes + self._spares) if index not in self.members]
+                reasons = " ".join(self.lost[index] for index in absent if index in self.lost)
+                missing = f"{self._nodes} nodes are needed, but after {seconds:g} s only {len(self.members)}"
+                names = f"are there; {_names(absent)} are missing."
+                self._end(SupervisorExit.RETRY_ELSEWHERE, f"{missing} {names} {reasons}".strip())
+            return
+        self._waiting_since = None
+        self._gathering_since = now if self._gathering_since is None else self._gathering_since
+        may_come = self._nodes + self._spares - len(self.members) - len(self.lost)
+        if not self._has_ordered and may_come and now - self._gathering_since < _GATHER:
+            return
+        self._start()
+
+    def _check_running(self, now: float) -> None:
+        if len(self._finished) == self._nodes:
+            self._end(SupervisorExit.DONE, f"The command finished in attempt {self.order.attempt}.")
+        elif len(self.ranks) == self._nodes:
+            self._incomplete_since = None
+        elif self._incomplete_since is not None and now - self._incomplete_since > _REJOIN:
+            absent = _names(rank for rank in range(self._nodes) if rank not in self.ranks.values())
+            self._stop(f"The nodes with the ranks {absent} did not return to the restarted leader.", is_lost=True)
+
+    def _start(self) -> None:
+        kept = {index: rank for index, rank in self.ranks.items() if index in self.members}
+        free = sorted(set(range(self._nodes)) - set(kept.values()))
+        self.ranks = kept | dict(zip(sorted(self.members.keys() - kept.keys()), free, strict=False))
+        self._finished, self._has_ordered = set(), True
+        attempt = 1 + max(self.order.attempt, *(report.attempt for report in self.members.values()))
+        seats = sorted((rank, index) for index, rank in self.ranks.items())
+        ranks = ", ".join(f"{rank}: {self.members[index].name}" for rank, index in seats)
+        event = self._write("start", "job-attempt", text=f"Ranks {ranks}", attempt=attempt, cause=self.order.event)
+        self.order = Order(attempt, runs=True, nonce=secrets.token_hex(16), event=event)
+
+    def _stop(self, text: str, cause: int | None = None, node: str | None = None, *, is_lost: bool = False) -> None:
+        """Stop the attempt because of the event `cause` in the log of `node`, or in the job's own."""
+        self._has_ordered = True
+        details = {"cause": cause, "cause_node": node if cause else None, "action": "restart"}
+        event = self._write("decide", "job-stop", severity=Severity.WARNING, text=text, **details)
+        self.order = dataclasses.replace(
+            self.order, runs=False, is_lost=is_lost, text=printable(text, 500), event=event
+        )
+
+    def _end(self, code: int, text: str, cause: int | None = None, node: str | None = None) -> None:
+        severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
+        details = {"cause": cause, "cause_node": node if cause else None, "exit_code": int(code)}
+        event = self._write("act", "job-end", severity=severity, text=text, **details)
+        self.order = dataclasses.replace(self.order, runs=False, text=printable(text, 500), code=int(code), event=event)
+
+
+def _names(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
