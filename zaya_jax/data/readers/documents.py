@@ -11,7 +11,15 @@ from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 
 Reason = Literal[
-    "invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field", "too large", "ended its process"
+    "invalid JSON",
+    "invalid CSV",
+    "not UTF-8",
+    "empty",
+    "no field",
+    "wrong type",
+    "unread field",
+    "too large",
+    "ended its process",
 ]
 
 # A text, chat messages (a list, or an object if they come with tools; validated later), or token ids of Megatron.

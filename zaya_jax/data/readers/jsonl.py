@@ -107,19 +107,18 @@ def _parse(line: bytes, field: str) -> tuple[documents.Value, tuple[documents.Re
         return "", ("invalid JSON", "it is nested too deeply"), ()
     except ValueError as error:  # bad syntax, or an integer with thousands of digits
         return "", ("invalid JSON", str(error)), ()
+    return read_object(tree, field)
+
+
+def read_object(tree: Any, field: str) -> tuple[documents.Value, tuple[documents.Reason, str] | None, tuple[str, ...]]:
+    """Read the field of a JSON object; returns what `fields.read_record` does."""
     if not isinstance(tree, dict):
-        return "", ("wrong type", f"the line is {fields.json_kind(tree)}, but must be an object"), ()
+        return "", ("wrong type", f"the record is {fields.json_kind(tree)}, but must be an object"), ()
     name = fields.find_field(field, tree)
     if name is None:
         keys, hint = ", ".join(map(repr, tree)), fields.suggest_chat(field, tree)
         return "", ("no field", f"the object has no key {field!r}; its keys are {keys:.200}{hint}"), ()
-    value = tree[name]
-    if not fields.is_document(value):
-        return "", fields.rejection(value, name), ()
-    if isinstance(value, str):
-        return value, None, ()
-    bad, unread = fields.sibling_rejection(tree, name), fields.unread_keys(tree, name)
-    return fields.with_tools(value, tree.get(fields.TOOLS)), bad, unread
+    return fields.read_record(tree, name, is_pair=fields.is_pair(field, name))
 
 
 def _first_start(unit: documents.Unit) -> int:
