@@ -58,9 +58,9 @@ def test_the_command_trains_measures_and_writes_what_prepare_and_training_read(s
 
 
 def test_of_a_large_input_a_part_of_each_source_is_trained_on(sources):
-    whole, half = TrainingTexts(sources, "text"), TrainingTexts(sources, "text")
-    half.most_bytes = sum(unit.bytes for source in half.sources for unit in source.units) // 2
-    half.__post_init__()
+    whole = TrainingTexts(sources, "text")
+    size = sum(unit.bytes for source in whole.sources for unit in source.units)
+    half = TrainingTexts(sources, "text", most_bytes=size // 2)
     assert {*half} < {*whole}
     for each, other in zip(half.sources, whole.sources, strict=True):
         assert each.measured == other.measured

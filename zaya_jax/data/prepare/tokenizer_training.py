@@ -34,31 +34,34 @@ class _Source:
     measured_bytes: int = 0
 
 
-@dataclass
 class TrainingTexts:
     """The texts of documents: iterating yields those to train on, and keeps those to measure."""
 
-    inputs: Sequence[str]
-    field: str  # JSON key or column; the messages of a conversation are separate texts
-    suffixes: tuple[str, ...] = (".txt",)
-    most_bytes: int = 10**9  # of the input to train on; of a larger one, a part of each source
-    max_bad: int = 0
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        field: str,
+        suffixes: tuple[str, ...] = (".txt",),
+        most_bytes: int = 10**9,
+        max_bad: int = 0,
+    ) -> None:
+        """List the inputs, each of which is a source; `InputError` if one cannot be used.
 
-    def __post_init__(self) -> None:
-        """List the inputs; `InputError` if one cannot be used."""
-        require(self.most_bytes > 0, "--bytes", self.most_bytes, "greater than 0")
-        require(self.max_bad >= 0, "--max-bad", self.max_bad, "at least 0")
-        self.sources = [_Source(path, list_units([path], suffixes=self.suffixes)) for path in self.inputs]
+        `field` is a JSON key or column; the messages of a conversation are separate texts. Of more than `most_bytes` of
+        input, a part of each source is trained on. Iterating ends after `max_bad` documents that cannot be used.
+        """
+        require(most_bytes > 0, "--bytes", most_bytes, "greater than 0")
+        require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
+        self.sources = [_Source(path, list_units([path], suffixes=suffixes)) for path in inputs]
         total = sum(unit.bytes for source in self.sources for unit in source.units)
-        self.share = min(1.0, self.most_bytes / max(total, 1))  # of the documents that are not measured
-        self._bad = Counter[str]()
-        self._first = ""
+        self.share = min(1.0, most_bytes / max(total, 1))  # of the documents that are not measured
+        self._field, self._max_bad, self._bad, self._first = field, max_bad, Counter[str](), ""
 
     def __iter__(self) -> Iterator[str]:
         for source in self.sources:
             for unit in source.units:
-                for entry in read_unit(unit, field=self.field):
-                    if self._bad.total() > self.max_bad:
+                for entry in read_unit(unit, field=self._field):
+                    if self._bad.total() > self._max_bad:
                         return  # `check` raises
                     yield from self._texts(source, entry)
 
@@ -86,11 +89,13 @@ class TrainingTexts:
     def check(self) -> str:
         """Return a sentence on documents that were left out; `InputError` if they were too many, or none is left."""
         bad = self._bad.total()
-        if bad > self.max_bad:
+        if bad > self._max_bad:
             problem = f"{counted(bad, 'document')} cannot be used ({list_counts(self._bad)})"
             raise InputError(f"{problem}; the first is {self._first}. Fix them, or skip up to N with --max-bad N.")
         if not any(source.trained for source in self.sources):
-            raise InputError(f"The inputs contain no document to train on: {', '.join(self.inputs)}.")
+            raise InputError(
+                f"The inputs contain no document to train on: {', '.join(source.name for source in self.sources)}."
+            )
         return f"Left out: {counted(bad, 'document')} ({list_counts(self._bad)})." if bad else ""
 
 

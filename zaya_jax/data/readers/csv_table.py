@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from zaya_jax.data.readers import documents, fields
-from zaya_jax.data.readers.jsonl import plain_lines
+from zaya_jax.data.readers.jsonl import plain_lines, read_object
 from zaya_jax.errors import InputError
 
 
@@ -24,27 +24,18 @@ def read_csv(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
     read_bytes = [0]  # since the last row
     rows = csv.reader(_texts(file, read_bytes), strict=True)
     names, first = _header(file, rows, field), documents.FirstLine()
-    name = fields.find_field(field, names) or field
     while True:
         before = rows.line_num
         try:
-            cells = next(rows, None)
-            bad = None if cells is None else _problem(cells, names)
-        except csv.Error as error:
-            cells, bad = [], ("invalid CSV", str(error))
-        if cells is None:
+            cells = next(rows)
+            parsed = _parse(cells, names, field)
+        except StopIteration:
             return
-        size, read_bytes[0] = read_bytes[0], 0
-        if not cells and bad is None:  # a blank line
-            continue
-        value, unread = "", ()
-        if bad is None:
-            record = dict(zip(names, cells, strict=True))
-            value, bad, unread = fields.read_record(record, name, is_pair=fields.is_pair(field, name))
-        if bad is None:
-            yield documents.Document(value, file, size, before, first, unread)
-        else:
-            yield documents.BadDocument(file, before + 1, *bad)
+        except csv.Error as error:
+            cells, parsed = [""], documents.Parsed(bad=("invalid CSV", str(error)))
+        if cells:  # else the line is blank
+            yield parsed.entry(file, read_bytes[0], before, first)
+            read_bytes[0] = 0
 
 
 def _header(file: str, rows: Iterator[list[str]], field: str) -> list[str]:
@@ -59,12 +50,13 @@ def _header(file: str, rows: Iterator[list[str]], field: str) -> list[str]:
     return names
 
 
-def _problem(cells: list[str], names: list[str]) -> tuple[documents.Reason, str] | None:
-    if cells and len(cells) != len(names):
-        return "invalid CSV", f"the row has {len(cells)} cells, but the first row names {len(names)} columns"
-    if any("\udc80" <= character <= "\udcff" for cell in cells for character in cell if not cell.isascii()):
-        return "not UTF-8", "a byte of the row cannot be decoded"
-    return None
+def _parse(cells: list[str], names: list[str], field: str) -> documents.Parsed:
+    if len(cells) != len(names):
+        problem = f"the row has {len(cells)} cells, but the first row names {len(names)} columns"
+        return documents.Parsed(bad=("invalid CSV", problem))
+    if any("\udc80" <= sign <= "\udcff" for cell in cells if not cell.isascii() for sign in cell):
+        return documents.Parsed(bad=("not UTF-8", "a byte of the row cannot be decoded"))
+    return read_object(dict(zip(names, cells, strict=True)), field)
 
 
 def _texts(file: str, read_bytes: list[int]) -> Iterator[str]:

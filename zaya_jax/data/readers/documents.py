@@ -80,6 +80,20 @@ class BadDocument(NamedTuple):
 Entry = Document | BadDocument  # what a reader yields
 
 
+class Parsed(NamedTuple):
+    """What a line, row or object holds."""
+
+    value: Any = ""  # see `Value`
+    bad: tuple[Reason, str] | None = None  # why it cannot be used, see `BadDocument`
+    unread: Sequence[str] = ()  # see `Document`
+
+    def entry(self, file: str, size: int, lines_before: int, first: FirstLine) -> Entry:
+        """Return the document at a place of a file, see `Document`, or the bad one."""
+        if self.bad is None:
+            return Document(self.value, file, size, lines_before, first, self.unread)
+        return BadDocument(file, first.number + lines_before, *self.bad)
+
+
 class InputFile(NamedTuple):
     """An input file."""
 

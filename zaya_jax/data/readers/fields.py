@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
-from zaya_jax.data.readers.documents import Reason
+from zaya_jax.data.readers.documents import Parsed, Reason
 
 LONGEST = 2**27  # bytes of a document; to encode one takes 100 times as much memory
 CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
@@ -47,32 +47,30 @@ def suggest_chat(field: str, names: Collection[str]) -> str:
     return f"; it has {name!r}, and --chat reads conversations" if name not in (None, field) else ""
 
 
-def read_record(
-    record: Mapping[str, Any], name: str, *, is_pair: bool
-) -> tuple[Any, tuple[Reason, str] | None, tuple[str, ...]]:
-    """Return the text or conversation in the field `name`; why it cannot be used, if so; and the keys not read."""
+def read_record(record: Mapping[str, Any], name: str, *, is_pair: bool) -> Parsed:
+    """Return the text or conversation in the field `name` of a record, or in a pair of fields that `name` begins."""
     value, read = record[name], [name]
     if is_pair:
         texts = [name, *(["input"] if PAIRS.get(name) == "output" and record.get("input") not in EMPTY else [])]
         read = [*texts, PAIRS[name]]
         for part in read:
             if not isinstance(record[part], str) and record[part] is not None:
-                return "", ("wrong type", f"{part!r} is {json_kind(record[part])}, but must be text"), ()
+                return Parsed(bad=("wrong type", f"{part!r} is {json_kind(record[part])}, but must be text"))
             if not is_document(record[part]):
-                return "", rejection(record[part], part), ()
+                return Parsed(bad=rejection(record[part], part))
         question, answer = "\n\n".join(record[part] for part in texts), record[PAIRS[name]]
         value = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     elif not is_document(value):
-        return "", rejection(value, name), ()
+        return Parsed(bad=rejection(value, name))
     if isinstance(value, str):
-        return value, None, ()
+        return Parsed(value)
     beside = {key: content for key, content in record.items() if key not in read}
     bad, system = sibling_rejection(beside, name), beside.get(SYSTEM)
     if isinstance(system, str) and not (system in EMPTY or system.isspace()):
         if isinstance(value[0], dict) and SYSTEM in (value[0].get("role"), value[0].get("from")):
             bad = "unread field", f"{SYSTEM!r} next to {name!r} is text, but the conversation has a system message, too"
         value = [{"role": SYSTEM, "content": system}, *value]
-    return with_tools(value, beside.get(TOOLS)), bad, unread_keys(beside, name)
+    return Parsed(with_tools(value, beside.get(TOOLS)), bad, unread_keys(beside, name))
 
 
 def with_tools(messages: Any, tools: Any) -> Any:

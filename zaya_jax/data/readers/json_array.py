@@ -27,12 +27,8 @@ def read_array(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
         raise InputError(f"The file {file} is not valid JSON: {error}.") from error
     first = documents.FirstLine()
     for index, record in enumerate(records):
-        value, bad, unread = read_object(record, field)
-        if bad is None:
-            share = documents.even_share(unit.bytes, len(records), index, index + 1)
-            yield documents.Document(value, file, share, index, first, unread)
-        else:
-            yield documents.BadDocument(file, index + 1, *bad)
+        share = documents.even_share(unit.bytes, len(records), index, index + 1)
+        yield read_object(record, field).entry(file, share, index, first)
 
 
 FORMAT = documents.Format(functools.partial(documents.cut_evenly, lambda path: 1), read_array)

@@ -196,12 +196,8 @@ def column_documents(
     is_small = array.nbytes <= fields.LONGEST and not _SHARED.search(str(array.type))
     for i, row in enumerate(array):  # one at a time: in a dictionary, a few bytes can stand for many megabytes
         value, others = _value(row, is_small), {name: _value(column[i]) for name, column in beside.items()}
-        content, bad, unread = fields.read_record({field: value, **others}, field, is_pair=is_pair)
-        if bad is None:
-            share = documents.even_share(size, len(array), i, i + 1)
-            yield documents.Document(content, file, share, before + i, first, unread)
-        else:
-            yield documents.BadDocument(file, first.number + before + i, *bad)
+        share = documents.even_share(size, len(array), i, i + 1)
+        yield fields.read_record({field: value, **others}, field, is_pair=is_pair).entry(file, share, before + i, first)
 
 
 def _value(row: Any, is_small: bool = False) -> object:
