@@ -83,8 +83,8 @@ def check_model():
 
 
 def check_data():
-    path = FOLDER / "table.csv"
-    path.write_text("text,number\nfirst text,1\n,2\nthird text,3\n")
+    path = FOLDER / "table.tsv"
+    path.write_text("text\tnumber\nfirst text\t1\n\t2\nthird text\t3\n")
     arguments = ["--output", str(FOLDER / "prepared"), "--tokenizer", str(FOLDER / "run" / "tokenizer")]
     assert data_command(["prepare", "--input", str(path), *arguments]) == ExitCode.BAD_INPUT  # the empty row
     assert data_command(["prepare", "--input", str(path), *arguments, "--max-bad", "1"]) == 0

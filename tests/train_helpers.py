@@ -199,6 +199,12 @@ def small_run(folder: Path, *overrides: str, run: str = "run") -> Config:
     return load_config(write_run(folder, run), overrides)
 
 
+def shortened(config: Config, steps: int) -> Config:
+    """The configuration with one phase of so many steps."""
+    (phase,) = config.phases
+    return dataclasses.replace(config, phases=(dataclasses.replace(phase, tokens=steps * config.train.batch.tokens),))
+
+
 def snapshot(folder: Path) -> dict[str, bytes | None]:
     """Every file below `folder` with its content, every folder with None, but for locks and who trained."""
     return {

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from zaya_jax.data.readers.inputs import list_units
+from zaya_jax.data.tokenizer import tokenizer_path
 from zaya_jax.errors import InputError, Reason
-from zaya_jax.run.files import json_text, locked, read_json, read_text, require_existing, write_atomically
+from zaya_jax.run.files import hub_hint, json_text, locked, read_json, read_text, require_existing, write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
 HOLDER = """
@@ -124,6 +126,21 @@ def test_a_missing_path_is_named_with_the_one_that_was_meant(tmp_path, monkeypat
         with pytest.raises(InputError) as caught:
             require_existing(folder / missing, "It")
         assert str(caught.value) == "It does not exist." + (f" Did you mean {folder / meant}?" if meant else "")
+
+
+def test_what_is_named_as_on_the_hub_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    model = "run hf download Zyphra/ZAYA1-8B --local-dir models/ZAYA1-8B, and"
+    data = "run hf download --repo-type dataset org/web.v2 --local-dir data/web.v2, and"
+    with pytest.raises(InputError, match=f"^It does not exist. If it is a model .*{model} name that folder.$"):
+        require_existing(Path("Zyphra/ZAYA1-8B"), "It")
+    with pytest.raises(InputError, match=rf"^--tokenizer is 'Zyphra/ZAYA1-8B', but must .*{model}"):
+        tokenizer_path("Zyphra/ZAYA1-8B")
+    with pytest.raises(InputError, match=rf"^The input org/web\.v2 does not exist\. If it is a data set .*{data}"):
+        list_units(["org/web.v2"])
+    for path in ("runs/tiny", "a/b/c", "/a/b", "../b", "a/..", "a b/c", "-a", "a/b;c", "tiny"):
+        assert hub_hint(path) == "", path
 
 
 def test_a_reader_and_a_kill_see_a_whole_file(tmp_path, begin):

@@ -42,8 +42,8 @@ from zaya_jax.run.folder import (
 
 SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "parallel": ParallelConfig}
 FREE = {"run_dir", "profile", "train.log_every", "train.sinks", "data.cache_dir", "data.workers", "sample.prompt",
-        "sample.tokens", "sample.temperature", "preset", "measurements", "train.batch.micro_batch", "train.remat",
-        "train.spike.window", "train.spike.threshold", "train.max_skipped_steps", "data.skip_rows",
+        "sample.tokens", "sample.temperature", "sample.every", "preset", "measurements", "train.batch.micro_batch",
+        "train.remat", "train.spike.window", "train.spike.threshold", "train.max_skipped_steps", "data.skip_rows",
         "train.deterministic",
         *(f"{name}.{field.name}" for name in SECTIONS for field in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
 

@@ -76,7 +76,7 @@ def test_each_step_has_its_times(finished):
         assert row["mfu"] is None  # the peak of a CPU is not known
 
 
-def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(finished, tmp_path, monkeypatch):
+def test_evaluation_saving_and_samples_do_not_count_as_the_time_of_steps(finished, tmp_path, monkeypatch):
     now = [0.0]
 
     def takes_long(function):
@@ -89,8 +89,9 @@ def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(finished, tmp_p
     monkeypatch.setattr("zaya_jax.train.step_logger.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(HeldoutEvaluator, "evaluate", takes_long(HeldoutEvaluator.evaluate))
     monkeypatch.setattr(fit.CheckpointStore, "save", takes_long(fit.CheckpointStore.save))
-    result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
-    assert now[0] == 100 * (2 + 3)
+    monkeypatch.setattr("zaya_jax.train.trainer.draw_sample", takes_long(lambda *_: {"prompt": "", "continuation": ""}))
+    result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run"), "sample.every": 4}))
+    assert now[0] == 100 * (2 + 3 + 2)
     rows = [json.loads(line) for line in (result.run_dir / "timings.jsonl").read_text().splitlines()]
     assert [row["seconds"] for row in rows] == [0] * 12
 
@@ -125,7 +126,7 @@ def test_a_run_is_the_same_again_elsewhere(finished, tmp_path):
 
 def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, capsys):
     generated = [Continuation([5, 6], [], False)]
-    monkeypatch.setattr("zaya_jax.train.final_report.generate_tokens", lambda *_, **__: generated)
+    monkeypatch.setattr("zaya_jax.train.sample.generate_tokens", lambda *_, **__: generated)
     config = small_run(tmp_path)
     for _ in range(2):
         assert main(["--config", str(tmp_path / "run.yaml")]) == 0

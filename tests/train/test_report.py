@@ -13,17 +13,22 @@ from zaya_jax.data.loading.batches import heldout_text
 from zaya_jax.generate.decode import Continuation
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.tree import parameters
-from zaya_jax.train.final_report import continuation, report
+from zaya_jax.train.final_report import report
 from zaya_jax.train.run_plot import plot_run
+from zaya_jax.train.sample import draw_sample
 
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
     """What is asked of `generate_tokens`, whose tests are elsewhere; it answers with two tokens."""
     asked = []
-    monkeypatch.setattr("zaya_jax.train.final_report.generate_tokens", lambda *arguments, **options: (
+    monkeypatch.setattr("zaya_jax.train.sample.generate_tokens", lambda *arguments, **options: (
         asked.append((arguments, options)), [Continuation([65, 66], [], stopped=False)])[1])  # fmt: skip
     return asked
+
+
+def continuation(config, result):
+    return draw_sample(config, result.prepared.tokenizer, result.program, result.state, result.base)["continuation"]
 
 
 def test_a_report_sets_the_model_beside_the_compressors_and_lets_it_speak(finished):

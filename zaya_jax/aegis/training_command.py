@@ -24,6 +24,7 @@ from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.job_secret import VARIABLE, make_secret
 from zaya_jax.run.launcher import node_index
 from zaya_jax.run.options import parse_training
+from zaya_jax.run.patience import ended_early
 
 _TRAINING = (("zaya_jax.main",), ("zaya_jax", "train"), ("zaya", "train"))  # how a training command can be written
 _TICK = 0.05  # seconds
@@ -86,7 +87,7 @@ class TrainingCommand:
         return self.config is not None or re.search(_NAMES_TRAINER, "\0".join(self.argv)) is not None
 
     def is_saved(self) -> bool:
-        """Return whether the checkpoint of the run's last step is saved, as far as this node can tell."""
+        """Return whether the checkpoint with which the run ends is saved, as far as this node can tell."""
         if self.node:  # process 0 saves, and another node may see its files late
             return True
         folder = self.run_dir if self.config is None else expanded(self.config.run_dir)
@@ -94,7 +95,8 @@ class TrainingCommand:
             config = self.config or from_dict(read_config(folder))
         except InputError:  # of another command, or in a folder that this one does not know
             return True
-        return total_steps(config) in saved_steps(folder / CHECKPOINTS)
+        checkpoints = folder / CHECKPOINTS
+        return total_steps(config) in saved_steps(checkpoints) or ended_early(checkpoints, config)
 
     def rows_to_skip(self) -> tuple[tuple[int, int], ...]:
         """Return the rows to skip: of the configuration, of the run so far, and what the supervisor has added."""

@@ -58,6 +58,8 @@ class EvaluationConfig:
     every: Positive[int] = 100  # steps between evaluations
     batches: Positive[int] = 8  # maximum number of batches per source, spread over its held-out text
     batch_size: Positive[int] = 16  # sequences per batch
+    # evaluations of a phase in a row without a new lowest held-out loss after which the run ends; 0: never
+    patience: NonNegative[int] = 0
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,18 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The sample generated at the end of a run."""
+    """The sample of text generated at the end of a run, and during it."""
 
     prompt: str = "def "  # text that the sample continues
     # maximum length of the sample in tokens; 0 disables it (a sample needs all parameters in fp32 on one device)
     tokens: NonNegative[int] = 96
     temperature: float = 0.8  # at least 0; 0 picks the most likely token
+    every: NonNegative[int] = 0  # steps between samples during training; 0: only one at the end
 
     def check(self) -> None:
         """Raise `InputError` if a value is out of range."""
         must = field_check(self, "sample")
+        must("every", not self.every or self.tokens > 0, "0 if sample.tokens is 0, which disables samples")
         must("prompt", len(self.prompt) > 0, "at least one character long")
         must("prompt", not any(0xD800 <= ord(c) < 0xE000 for c in self.prompt), "text without lone surrogates")
         must("temperature", self.temperature >= 0, "at least 0 (0 picks the most likely token)")

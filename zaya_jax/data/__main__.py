@@ -1,4 +1,4 @@
-"""`python -m zaya_jax.data VERB`: prepare documents, merge the tasks of a preparation, describe a run's data."""
+"""`python -m zaya_jax.data VERB`: prepare documents, merge tasks of a preparation, train a tokenizer, describe data."""
 
 import argparse
 import sys
@@ -41,25 +41,30 @@ def _parser() -> Parser:
 
     arguments = "--input corpus/*.jsonl.gz --tokenizer tokenizer.json --output data/web"
     add = verb(_prepare, "prepare", "tokenize documents into shards", arguments)
-    kinds = "text, .jsonl (.gz, .zst), .parquet, saved Hugging Face datasets, Megatron .bin with .idx"
-    add("--input", f"files and folders: {kinds}", nargs="+", required=True, metavar="PATH")
+    _add_inputs(add)
     text = "a tokenizer.json of the tokenizers library, or a folder that has one"
     add("--tokenizer", text, required=True, metavar="PATH")
     text = "new folder, or the folder of an interrupted preparation"
     add("--output", text, required=True, type=Path, metavar="FOLDER")
-    add("--chat", "read conversations (lists of messages) instead of text", action="store_true")
-    add("--field", "JSON key or column to read (default: text, or messages with --chat)", metavar="NAME")
-    text = "suffixes of text files; each file is one document (default: .txt)"
-    add("--suffixes", text, nargs="+", default=[".txt"], metavar="SUFFIX")
     add("--eot", "token that ends a document (default: the tokenizer's, if it has a common one)", metavar="TOKEN")
     default = "bos_token in tokenizer_config.json next to the tokenizer"
     add("--bos", f"token that begins a document, or 'none' (default: {default})", metavar="TOKEN")
     text = "fraction of documents to hold out, chosen by a hash of their content (default: 0.01)"
     add("--heldout", text, type=float, default=0.01, metavar="FRACTION")
-    add("--max-bad", "maximum number of unusable documents to skip (default: 0)", type=int, default=0, metavar="N")
     add("--workers", "number of processes (default: one per core)", type=int, metavar="N")
     add("--task", "index of this task, from 0 (default: 0)", type=int, default=0, metavar="K")
     add("--of", "number of tasks that share the work (default: 1)", type=int, default=1, metavar="N")
+
+    arguments = "--input corpus/*.jsonl.gz --vocab-size 32768 --output tokenizer"
+    add = verb(_train_tokenizer, "tokenizer", "train a tokenizer", arguments)
+    _add_inputs(add)
+    add("--output", "new folder", required=True, type=Path, metavar="FOLDER")
+    add("--vocab-size", "number of tokens (default: 32768)", type=int, default=32_768, metavar="N")
+    default = ["<|im_start|>", "<|im_end|>"]
+    text = f"special tokens besides <|endoftext|> (default: {' '.join(default)}, of the built-in chat template)"
+    add("--special", text, nargs="*", default=default, metavar="TOKEN")
+    text = "bytes of input to train on; of a larger one, a part of each source (default: 1000000000)"
+    add("--bytes", text, type=int, default=10**9, metavar="N")
 
     add = verb(_merge, "merge", "finish a preparation after all its tasks are done", "data/web")
     add("folder", "the --output folder of prepare", type=Path, metavar="FOLDER")
@@ -74,6 +79,16 @@ def _parser() -> Parser:
     text = "reads per second that the storage sustains (default: 70000)"
     add("--max-iops", text, type=float, default=70_000, metavar="N")
     return parser
+
+
+def _add_inputs(add: Callable) -> None:
+    kinds = "text, .jsonl (.gz, .zst), .csv, .parquet, saved Hugging Face datasets, Megatron .bin with .idx"
+    add("--input", f"files and folders: {kinds}", nargs="+", required=True, metavar="PATH")
+    add("--chat", "read conversations (lists of messages, or questions with answers)", action="store_true")
+    add("--field", "JSON key or column to read (default: text, or messages with --chat)", metavar="NAME")
+    text = "suffixes of text files; each file is one document (default: .txt)"
+    add("--suffixes", text, nargs="+", default=[".txt"], metavar="SUFFIX")
+    add("--max-bad", "maximum number of unusable documents to skip (default: 0)", type=int, default=0, metavar="N")
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -93,6 +108,15 @@ def _prepare(options: argparse.Namespace) -> None:
         print(printable(typed_name(done)))
     else:
         print(summary(options.output, manifest))
+
+
+def _train_tokenizer(options: argparse.Namespace) -> None:
+    """Train a byte-level BPE tokenizer, and measure its compression of each source on other documents."""
+    from zaya_jax.data.prepare.tokenizer_training import TrainingTexts, train_on
+
+    field = options.field or ("messages" if options.chat else "text")
+    texts = TrainingTexts(options.input, field, tuple(options.suffixes), options.bytes, options.max_bad)
+    print(train_on(texts, options.output, options.vocab_size, options.special))
 
 
 def _merge(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, as_sentence, printable
-from zaya_jax.run.files import expanded, read_object, require_regular, write_atomically
+from zaya_jax.run.files import expanded, hub_hint, read_object, require_regular, write_atomically
 from zaya_jax.run.tokenizer import GENERATION, TOKENIZER_CONFIG
 
 EOT_TEXT = "<|endoftext|>"
@@ -91,6 +91,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The largest token id plus 1. After training on a small corpus, it can be below the requested size."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def bytes_covered(self) -> int:
+        """The number of bytes, of 256, that have a token of a byte-level tokenizer."""
+        return sum(self._backend.token_to_id(sign) is not None for sign in pre_tokenizers.ByteLevel.alphabet())
 
     @functools.cached_property
     def specials(self) -> frozenset[str]:
@@ -211,20 +216,28 @@ def _checked(text: str) -> str:
     return text
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer of `vocab_size` ids, at least `MIN_VOCAB`, of which the end-of-text token is 0.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, special: Sequence[str] = (), key: str = "model.vocab_size"
+) -> Tokenizer:
+    """Train a byte-level BPE tokenizer of `vocab_size` ids; the end-of-text token is 0, and `special` tokens follow it.
 
-    Fewer are used if the texts have too few pairs to merge. The result does not depend on the number of threads.
+    Fewer ids are used if the texts have too few pairs to merge. The result does not depend on the number of threads.
+    `InputError`, about `key`, unless there are ids for all bytes and special tokens, which must be distinct.
     """
-    allowed = f"at least {MIN_VOCAB}: one token per byte, plus {EOT_TEXT}"
-    require(vocab_size >= MIN_VOCAB, "model.vocab_size", vocab_size, allowed)
+    distinct = len({EOT_TEXT, "", *special}) == len(special) + 2
+    require(distinct, "--special", list(special), f"a list of distinct texts, none of them empty or {EOT_TEXT}")
+    allowed = f"at least {MIN_VOCAB + len(special)}: one token per byte, plus {', '.join([EOT_TEXT, *special])}"
+    require(vocab_size >= MIN_VOCAB + len(special), key, vocab_size, allowed)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     # Special tokens come first, so the id of the end-of-text token is 0.
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[EOT_TEXT], show_progress=False, initial_alphabet=alphabet
+        vocab_size=vocab_size,
+        special_tokens=[EOT_TEXT, *special],
+        show_progress=False,
+        initial_alphabet=alphabet,
     )
     with _library("be trained"):
         backend.train_from_iterator(texts, trainer)
@@ -281,7 +294,9 @@ def tokenizer_path(named: str) -> Path:
     """Return the `tokenizer.json` that --tokenizer names, the file or its folder; `InputError` if there is none."""
     path = expanded(named)
     path = path / "tokenizer.json" if path.is_dir() else path
-    require(path.is_file(), "--tokenizer", named, "a tokenizer.json or a folder that has one")
+    if not path.is_file():
+        allowed = "must be a tokenizer.json or a folder that has one"
+        raise InputError(f"--tokenizer is {named!r}, but {allowed}.{hub_hint(named)}")
     return path
 
 

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -58,9 +59,21 @@ def require_existing(path: Path, named: str) -> None:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise InputError(f"{named} does not exist.{nearest_path(path)}") from error
+        raise InputError(f"{named} does not exist.{nearest_path(path) or hub_hint(str(path))}") from error
     except OSError as error:
         raise InputError(f"{named} cannot be read: {error.strerror}.") from error
+
+
+def hub_hint(name: str, *, is_data: bool = False) -> str:
+    """Return how to download a missing path that is named as on the Hugging Face Hub; '' for other paths."""
+    owner, _, repository = name.partition("/")
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII) or os.path.lexists(owner):
+        return ""
+    kind, flags, folder = ("data set", "--repo-type dataset ", "data") if is_data else ("model", "", "models")
+    command = f"hf download {flags}{name} --local-dir {folder}/{repository}"
+    return (
+        f" If it is a {kind} of the Hugging Face Hub, pip install huggingface_hub, run {command}, and name that folder."
+    )
 
 
 def nearest_path(path: Path) -> str:

@@ -3,19 +3,20 @@
 import json
 from typing import Any
 
+import jax
+
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.data.loading.batches import heldout_text
 from zaya_jax.errors import printable
-from zaya_jax.generate.decode import generate_tokens
-from zaya_jax.generate.sampling import Sampling
 from zaya_jax.job.multihost import is_primary
+from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import SUMMARY
 from zaya_jax.run.metrics import finite
 from zaya_jax.train.fit import TrainResult
-from zaya_jax.train.memory import out_of_memory
+from zaya_jax.train.sample import draw_sample
 
 
 def report(config: Config, result: TrainResult) -> str:
@@ -23,6 +24,7 @@ def report(config: Config, result: TrainResult) -> str:
     results = summary(config, result)
     path, lines = result.run_dir / SUMMARY, []
     if is_primary():
+        lines += _early_end(config, result)
         result.fence.check()
         try:
             write_atomically(path, json.dumps(finite(results), indent=1, allow_nan=False) + "\n")
@@ -58,27 +60,37 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
             losses = {"nats_per_token": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte(text.text_bytes)}
             read = {"tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.use.used}
             by_source[name] = losses | read | {"all_bytes": text.all_bytes, "all_documents": text.use.documents}
-    total, sample = result.heldout, config.sample
+    total = result.heldout
     return {
-        "steps": total_steps(config),
+        "steps": _steps(result),
         "heldout": {"nats_per_token": total.nats_per_token, "tokens": total.tokens},
         "heldout_by_source": by_source,
         "baselines": result.prepared.baselines,
         "data": result.data,
-        "samples": [{"prompt": sample.prompt, "continuation": continuation(config, result)}] if sample.tokens else [],
+        "samples": [_sample(config, result)] if config.sample.tokens else [],
     }
 
 
-@out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
-def continuation(config: Config, result: TrainResult) -> str:
-    """Generate the continuation of the configured prompt, which may take a compilation."""
+def _steps(result: TrainResult) -> int:
+    return int(jax.device_get(result.state.step))
+
+
+def _sample(config: Config, result: TrainResult) -> dict[str, str]:
     if is_primary():
         print("Continuing the sample prompt", flush=True)
-    tokenizer, sample = result.prepared.tokenizer, config.sample
-    prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
-    room = config.model.max_positions - len(prompt)
-    # With the kernels that all processes agreed on, and so in the dtypes of training, for which they were validated.
-    model, sampling = result.replicated(result.program.placement.dtypes), Sampling(sample.temperature)
-    options = {"stop_tokens": [tokenizer.eot], "placement": result.program.placement.replicated}
-    (row,) = generate_tokens(model, [prompt], min(sample.tokens, room), sampling, seeds=[config.seed], **options)
-    return tokenizer.decode_after(prompt, row.tokens)
+    return draw_sample(config, result.prepared.tokenizer, result.program, result.state, result.base)
+
+
+def _early_end(config: Config, result: TrainResult) -> list[str]:
+    """Return lines that tell why a run ended before its last step; none if it did not."""
+    step, best, folder = _steps(result), result.patience, result.run_dir / CHECKPOINTS
+    if step >= total_steps(config):
+        return []
+    lowest = f"the lowest was {best.lowest:.4f} nats/token at step {best.step}" if best.lowest else "none was finite"
+    waited = counted(best.since, "evaluation")
+    reason = f"the held-out loss has not fallen for {waited} (evaluation.patience), and {lowest}"
+    kept = [each for each in usable_checkpoints(folder) if each.heldout_loss is not None and each.phase == best.phase]
+    lines = [f"Stopped after step {step} of {total_steps(config)}: {reason}.", f"Last checkpoint: {folder / str(step)}"]
+    for each in sorted(kept, key=lambda each: (each.heldout_loss, each.step))[:1]:
+        lines.append(f"Best checkpoint kept: {folder / str(each.step)} ({each.heldout_loss:.4f} nats/token)")
+    return [*map(printable, lines), "To train on, rerun the command with a larger evaluation.patience, or with 0."]

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, to_yaml
+from zaya_jax.config.checks import field_check
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, total_steps
 from zaya_jax.data.loading.account import account, account_lines
 from zaya_jax.data.loading.batches import train_batches
@@ -24,17 +25,16 @@ from zaya_jax.hardware.environment import combine_thresholds
 from zaya_jax.job.multihost import broadcast, check_alike, is_primary, primary_first
 from zaya_jax.job.peer_liveness import PeerLiveness
 from zaya_jax.job.preemption import Preemption
-from zaya_jax.model.lora import merged
-from zaya_jax.model.tree import Arrays, with_values
+from zaya_jax.model.tree import Arrays
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.target import GPU_PLATFORMS, current_target
 from zaya_jax.parallel.kernels import keep_table, validated_kernels
-from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.storage import storage_rows, storage_table
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.fencing import Fence
 from zaya_jax.run.folder import claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard
+from zaya_jax.run.patience import Patience
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.run.status import track_status
 from zaya_jax.train.autotuning import Autotuning
@@ -45,6 +45,7 @@ from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
+from zaya_jax.train.sample import replicated_model
 from zaya_jax.train.sinks import open_sinks, require_sinks
 from zaya_jax.train.sinks.console import ConsoleReport
 from zaya_jax.train.state import TrainState
@@ -63,25 +64,15 @@ class TrainResult:
     heldout_by_source: dict[str, HeldoutLoss]  # the same for each source that has held-out text
     prepared: Prepared  # the sources, their tokenizer, and the compressor baselines of the corpus
     data: dict[str, dict[str, Any]]  # what of each source is used, see `data.loading.account.account`
-    program: PhaseProgram  # program of the last phase
+    program: PhaseProgram  # program of the phase that trained last
+    patience: Patience  # how long the held-out loss has not fallen
     base: Arrays  # the frozen parameters under adapters; {} without adapters
     fence: Fence  # tells whether other processes have resumed the run
 
     @functools.cached_property
     def model(self) -> Zaya:
-        """The trained model in fp32, replicated on every device, with the RoPE settings of the last phase.
-
-        Adapters are merged in the compute dtype, in which they were trained.
-        """
-        return self.replicated({})
-
-    def replicated(self, dtypes: Mapping[str, Any]) -> Zaya:
-        """Return `model` with parameters in `dtypes`, by name."""
-        params, lora = self.state.params, self.config.lora
-        params = params if lora is None else merged(self.base, params, lora.scale)
-        params = {name: x.astype(dtypes.get(name, x.dtype)) for name, x in params.items()}
-        params = jax.device_put(params, replicated(self.program.placement.mesh))
-        return with_values(self.program.model, {**params, **self.state.balance})
+        """The trained model in fp32, on every device, with the RoPE settings of `program`; adapters are merged."""
+        return replicated_model(self.program, self.state, self.base, {})
 
 
 def run_training(
@@ -110,6 +101,9 @@ def run_training(
         shares = [programs[phase].placement.share for phase in range(len(config.phases))]
         batches = enter(train_batches(config, prepared, shares=shares))
         evaluators: list[Evaluator] = [heldout := HeldoutEvaluator(config, prepared)]
+        must = field_check(config.evaluation, "evaluation")
+        needs = "0 without held-out text, which a phase here does not have: raise --heldout of `data prepare`"
+        must("patience", config.evaluation.patience == 0 or all(heldout.texts), needs)
         device = jax.devices()[0].device_kind
         console = ConsoleReport(config, batches.plan, device, evaluators=evaluators, quiet=not is_primary())
         store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends, console.say, leave))
@@ -128,12 +122,13 @@ def run_training(
         weights = None if resuming and config.lora is None else open_init_from(config)
         stage = stage_at(config, first_step(config))
         base = load_frozen_base(programs[stage.phase], weights)
+        patience = Patience()
         if resuming:
             check_base(folder, config, base, is_new=False)
-            state, first = resume(config, programs, store, batches)
+            state, patience, first = resume(config, programs, store, batches)
         else:
             if config.resume_from is not None:
-                state = resume_from(config, programs, batches)
+                state, patience = resume_from(config, programs, batches)
             else:
                 if weights is None:
                     compiled.start(stage)  # at once, since every input has been checked
@@ -166,18 +161,22 @@ def run_training(
 
         # The steps
         trainer = Trainer(
-            compiled, state, base.params, first, batches, evaluators, logger, store, disk, signals, progress, profiler
-        )
+            compiled, state, base.params, first, batches, prepared.tokenizer, patience, evaluators, logger, store, disk,
+            signals, progress, profiler,
+        )  # fmt: skip
         del state, base  # so that the trainer can free what a step or a phase replaces
         trainer.record_changes()
         trainer.write_phase_ends()
-        while trainer.steps_done < total_steps(config):
+        while trainer.steps_done < total_steps(config) and not trainer.patience.is_over(config):
             trainer.step()
+            if samples := trainer.sample_is_due():
+                trainer.sample()
             is_phase_end, evaluates = trainer.steps_done in phase_ends, trainer.evaluation_is_due()
             if evaluates:
-                trainer.evaluate()
+                trainer.observe(trainer.evaluate()[heldout.name])
                 trainer.draw(heldout)  # before the save, so that the plot is never behind the checkpoint
-            saves, stops = is_phase_end or trainer.save_is_due(), signals.reached()
+            is_end = is_phase_end or trainer.patience.is_over(config)
+            saves, stops = is_end or trainer.save_is_due(), signals.reached()
             if saves or stops:
                 trainer.save()
             if stops:
@@ -185,7 +184,7 @@ def run_training(
             if is_phase_end:
                 store.wait()  # before `phases.json` names it
                 trainer.write_phase_ends()
-            if evaluates or saves:
+            if samples or evaluates or saves:
                 logger.restart_clock()
 
         # The end: nothing is left unsaved
@@ -196,8 +195,8 @@ def run_training(
             raise trainer.preempted("the last step", saved=False)
         trainer.write_phase_ends()  # the last one may have been saved just now
         trainer.draw(heldout, only_missing=True)
-        losses, last = (heldout.total, heldout.losses), programs[-1]
-        return TrainResult(config, trainer.state, folder, *losses, prepared, data, last, trainer.base, store.fence)
+        losses, last = (heldout.total, heldout.losses), (trainer.program, trainer.patience)
+        return TrainResult(config, trainer.state, folder, *losses, prepared, data, *last, trainer.base, store.fence)
 
 
 def _checked_programs(config: Config) -> Programs:

@@ -18,6 +18,7 @@ from zaya_jax.job.multihost import is_primary
 from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.digests import digest
 from zaya_jax.run.manifest import Manifest
+from zaya_jax.run.patience import PATIENCE, Patience
 from zaya_jax.train.program import Programs
 from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_past, check_values, warn_about_positions
 from zaya_jax.train.spikes import resize
@@ -48,11 +49,14 @@ def checkpoint_metadata(
     }
 
 
-def resume(config: Config, programs: Programs, store: CheckpointStore, batches: TrainBatches) -> tuple[TrainState, int]:
+def resume(
+    config: Config, programs: Programs, store: CheckpointStore, batches: TrainBatches
+) -> tuple[TrainState, Patience, int]:
     """Restore the newest intact checkpoint of the run, and set the position of `batches`.
 
-    Returns the state, and the number of steps done before this run folder's first. `InputError`, before anything is
-    written, if the run cannot resume with `config`; `RunStopped` if no checkpoint is intact.
+    Returns the state, its record of held-out losses, and the number of steps done before this run folder's first.
+    `InputError`, before anything is written, if the run cannot resume with `config`; `RunStopped` if no checkpoint is
+    intact.
     """
 
     def prepare(manifest: Manifest) -> TrainState:
@@ -68,17 +72,20 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
         raise InputError(f"None of the checkpoints in {config.run_dir} can be read. Choose another run_dir.")
     if restored.manifest.step < total_steps(config):
         store.take_over(restored.manifest.step)
-    saved_on = restored.manifest.metadata["environment"]
+    metadata = restored.manifest.metadata
+    saved_on = metadata["environment"]
     for key, value in environment(programs.kernels.digest).items() if is_primary() else ():
         if saved_on.get(key) != value:
             saved = f"{key}={shown(saved_on.get(key))}. Results will not be bitwise identical."
             print(f"Resuming with {key}={shown(value)}; the checkpoint was saved with {saved}")
-    return _resize_history(config, restored.state), restored.manifest.metadata.get("first_step", first_step(config))
+    first = metadata.get("first_step", first_step(config))
+    return _resize_history(config, restored.state), _patience(config, metadata), first
 
 
-def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> TrainState:
+def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> tuple[TrainState, Patience]:
     """Restore the full state of the run `resume_from` for a new run folder, and set the position of `batches`.
 
+    Returns the state, and its record of held-out losses.
     `InputError` if there is no such checkpoint, or it does not fit `config`.
     """
     name, folder = f"resume_from={config.resume_from}", checkpoint_folder(config.resume_from or "", "resume_from")
@@ -109,7 +116,14 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
     state, manifest = read_checkpoint(folder, prepare)
     if is_primary():
         print(printable(f"Resuming from {folder} after step {manifest.step} of {total_steps(config)}."))
-    return _resize_history(config, state)
+    return _resize_history(config, state), _patience(config, manifest.metadata)
+
+
+def _patience(config: Config, metadata: dict[str, Any]) -> Patience:
+    """Return the record of a checkpoint, or an empty one if other held-out text is read since."""
+    saved, current = metadata["config"].get("evaluation", {}), to_dict(config.evaluation)
+    is_same = all(saved.get(key) == current[key] for key in ("batches", "batch_size"))
+    return Patience(**metadata.get(PATIENCE, {})) if is_same else Patience()
 
 
 def _abstract_state(programs: Programs, manifest: Manifest) -> TrainState:

@@ -49,6 +49,12 @@ class StepLogger:
         now = time.monotonic()
         self._done, self._since = (step, values, now - self._since, data_wait), now
 
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Add values to the row of the last step that was started, which is recorded later."""
+        self.wait()
+        if self._done is not None:
+            self._done[1].update(values)
+
     def record(self, scores: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Wait for the last step that was started, and record it with the `scores` of the model after it.
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
-from zaya_jax.config.stages import BatchStage, phase_steps, stage_at
+from zaya_jax.config.stages import BatchStage, phase_steps, stage_at, total_steps
 from zaya_jax.data.loading.batches import Batch, TrainBatches
+from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
@@ -19,13 +20,16 @@ from zaya_jax.job.preemption import Preemption
 from zaya_jax.model.tree import Arrays
 from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, run_folder, write_phase_ends
 from zaya_jax.run.metrics import DiskGuard, read_rows
+from zaya_jax.run.patience import PATIENCE, Patience
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.run.signals import NAMES, exit_status
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.memory import out_of_memory
 from zaya_jax.train.profiler import StepProfiler
+from zaya_jax.train.program import PhaseProgram
 from zaya_jax.train.resumption import checkpoint_metadata
 from zaya_jax.train.run_plot import plot_run
+from zaya_jax.train.sample import draw_sample
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
 
@@ -34,13 +38,15 @@ LOSS_PLOT = "loss.png"
 
 @dataclasses.dataclass
 class Trainer:
-    """Trains a run: `step`, `evaluate` and `save`, in any order; `fit.run_training` calls them when they are due."""
+    """Trains a run: `step`, `sample`, `evaluate` and `save`; `fit.run_training` calls them when they are due."""
 
     compiled: CompiledSteps  # programs and compiled steps of the run
     state: TrainState  # training state after the last step
     base: Arrays  # the frozen parameters under adapters; {} without adapters
     first_step: int  # number of steps done before this run folder's first
     batches: TrainBatches  # yields one batch a step, from the position of `state`
+    tokenizer: Tokenizer  # that of the data
+    patience: Patience  # how long the held-out loss has not fallen
     evaluators: Sequence[Evaluator]  # score the model every `evaluation.every` steps and at the end of each phase
     logger: StepLogger  # logs each step
     store: CheckpointStore  # the checkpoint store
@@ -85,19 +91,23 @@ class Trainer:
         self.progress.enter(Phase.DEVICE_WAIT)
         self.logger.start_step(self.steps_done, metrics, data_wait)
         # The trace has steps of one program only, and nothing between them.
-        cut = self.steps_done == stage.end or self.evaluation_is_due() or self.save_is_due()
+        is_due = self.sample_is_due() or self.evaluation_is_due() or self.save_is_due()
+        cut = self.steps_done == stage.end or is_due
         if self.profiler.ends(self.steps_done) or (self.profiler.runs and cut):
             self.logger.wait()
             self.progress.enter(Phase.SAVE)
             self.profiler.stop(self.steps_done, self.state)
             self.logger.restart_clock()
 
+    def sample(self) -> None:
+        """Continue the prompt of `sample`, and add the text to the row of the last step."""
+        self._wait_for_step()
+        text = draw_sample(self._config, self.tokenizer, self.program, self.state, self.base)
+        self.logger.add({"sample": text})
+
     def evaluate(self) -> dict[str, Any]:
         """Score the model with every evaluator, and log the last step with the scores."""
-        self.progress.enter(Phase.DEVICE_WAIT)
-        self.logger.wait()  # so that the evaluation does not count as the step's time
-        jax.block_until_ready(self.state)  # so that an error in the step is not blamed on the evaluation
-        self.progress.enter(Phase.EVALUATE)
+        self._wait_for_step()
         loss_sums = self.compiled.evaluation(self._phase)
         model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, loss_sums, self._phase)
         with out_of_memory("The evaluation", "Lower evaluation.batch_size"):
@@ -113,8 +123,23 @@ class Trainer:
         loss = next((self.scores.get(each.name) for each in self.evaluators if each.ranks_checkpoints), None)
         position, kernels = self.batches.get_state(), self._programs.kernels.digest
         metadata = checkpoint_metadata(self._config, self.steps_done, position, loss, self.first_step, kernels)
+        metadata[PATIENCE] = self.patience._asdict()
         self.compiled.keep_choices()
         self.store.save(self.steps_done, self.state, metadata, self._sync)
+
+    @property
+    def program(self) -> PhaseProgram:
+        """The program of the phase that trained the model last."""
+        return self._programs[self._phase]
+
+    def observe(self, loss: float) -> None:
+        """Take note of the held-out loss after the last step, for `evaluation.patience`."""
+        self.patience = self.patience.after(self._config.phases[self._phase].name, self.steps_done, loss)
+
+    def sample_is_due(self) -> bool:
+        """Return whether to draw a sample after the last step; that of the finished run is in its report."""
+        every = self._config.sample.every
+        return every > 0 and self.steps_done % every == 0 and self.steps_done < total_steps(self._config)
 
     def evaluation_is_due(self) -> bool:
         """Return whether to evaluate after the last step."""
@@ -146,6 +171,12 @@ class Trainer:
         path = self._folder / LOSS_PLOT
         if not only_missing or self.disk.problem(path) or not path.exists():
             self._write(LOSS_PLOT, lambda: plot_run(read_rows(self._folder / METRICS), path, heldout.compressors))
+
+    def _wait_for_step(self) -> None:
+        self.progress.enter(Phase.DEVICE_WAIT)
+        self.logger.wait()  # so that what follows does not count as the step's time
+        jax.block_until_ready(self.state)  # so that an error in the step is not blamed on what follows
+        self.progress.enter(Phase.EVALUATE)
 
     def _write(self, name: str, action: Callable[[], None]) -> None:
         """Call `action`, which writes the file `name` of the run folder, in process 0 only."""

@@ -74,7 +74,7 @@ def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
 
 def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_is_refused(tmp_path, tokenizer):
     conversation = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
-    others = [{"functions": [{"name": "f"}]}, {"system": "Be brief."}, {"tools": "[]", "system": ""}]
+    others = [{"functions": [{"name": "f"}]}, {"system": ["Be brief."]}, {"tools": "[]", "system": ""}]
     records = [{"conversations": conversation}, *({"conversations": conversation, **siblings} for siblings in others)]
     path = write_lines(tmp_path / "in.jsonl", records)
     with pytest.raises(

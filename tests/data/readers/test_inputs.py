@@ -203,7 +203,7 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
         (["linked"], r"linked/b\.jsonl is given twice, also as .*linked/a\.jsonl;"),
         (["rows.parquet"], r"contain no document: .*rows\.parquet"),
         ([], "must be a list of at least one"),
-        (["array.json"], r"array\.json has no JSON object in its first line, .*: jq -c"),
+        (["text.json"], r"text\.json has no JSON object in its first line, but must have one per line, or one list"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path, inputs, message):
@@ -215,7 +215,7 @@ def test_what_cannot_be_used_is_named(tmp_path, inputs, message):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/away.jsonl").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    touch(tmp_path / "array.json", b'[\n {"text": "a"}]')
+    touch(tmp_path / "text.json", b'"a text"\n')
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "rows.parquet")
     with pytest.raises(InputError, match=message):
         list_units([f"{tmp_path}/{name}" for name in inputs])
@@ -252,18 +252,19 @@ def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text_si
     assert capsys.readouterr().err == "data: 1 .json file read as plain text, one document each.\n"
 
 
-@pytest.mark.parametrize(("content", "is_lines"), [
-    (b'{"text": "' + b"a" * 2**21 + b'"}\n', True),
-    (b" \n" * 200 + b'{"text": "a"}\n', True),
-    (b'\xef\xbb\xbf{"text": "a"}', True),
-    (b'[{"text": "' + b"a" * 2**21 + b'"}]', False),
-    (b"[" * 100_000, False),
-    (b"\n", False),
+@pytest.mark.parametrize(("content", "kind"), [
+    (b'{"text": "' + b"a" * 2**21 + b'"}\n', "jsonl"),
+    (b" \n" * 200 + b'{"text": "a"}\n', "jsonl"),
+    (b'\xef\xbb\xbf{"text": "a"}', "jsonl"),
+    (b'[{"text": "' + b"a" * 2**21 + b'"}]', "json_array"),
+    (b'\xef\xbb\xbf\n [\n{"text": "a"}]', "json_array"),
+    (b"[" * 100_000, "json_array"),
+    (b"\n", None),
 ])  # fmt: skip
-def test_the_first_line_of_a_json_file_decides_however_long_and_wherever_it_is(tmp_path, content, is_lines):
+def test_the_first_line_of_a_json_file_decides_however_long_and_wherever_it_is(tmp_path, content, kind):
     path = touch(tmp_path / "a.json", content)
-    if is_lines:
-        assert {unit.format for unit in list_units([path])} == {"jsonl"}
+    if kind:
+        assert {unit.format for unit in list_units([path])} == {kind}
     else:
         with pytest.raises(InputError, match=r"a\.json has no JSON object in its first line"):
             list_units([path])

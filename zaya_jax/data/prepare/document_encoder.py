@@ -105,7 +105,7 @@ class PrepareWork:
     def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | BadDocument]:
         """Serialize each conversation as JSON; counts tokens of contents, reasoning and calls, not the template's."""
         checked = [_check_conversation(tokenizer, document) for document in documents]
-        texts = [[] if isinstance(each, BadDocument) else _texts(each[0]) for each in checked]
+        texts = [[] if isinstance(each, BadDocument) else message_texts(each[0]) for each in checked]
         all_encoded = tokenizer.encode_counted(itertools.chain.from_iterable(texts))
         for document, each, own in zip(documents, checked, texts, strict=True):
             if isinstance(each, BadDocument):
@@ -153,7 +153,8 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> tuple[Conversa
         return _unusable(document, "not a conversation", f"it contains a value that JSON cannot represent: {error}")
 
 
-def _texts(conversation: Conversation) -> list[str]:
+def message_texts(conversation: Conversation) -> list[str]:
+    """List the contents, reasoning and calls of a conversation, without what a template adds."""
     texts = []
     for message in conversation:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]

@@ -11,7 +11,15 @@ from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 
 Reason = Literal[
-    "invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field", "too large", "ended its process"
+    "invalid JSON",
+    "invalid CSV",
+    "not UTF-8",
+    "empty",
+    "no field",
+    "wrong type",
+    "unread field",
+    "too large",
+    "ended its process",
 ]
 
 # A text, chat messages (a list, or an object if they come with tools; validated later), or token ids of Megatron.
@@ -70,6 +78,20 @@ class BadDocument(NamedTuple):
 
 
 Entry = Document | BadDocument  # what a reader yields
+
+
+class Parsed(NamedTuple):
+    """What a line, row or object holds."""
+
+    value: Any = ""  # see `Value`
+    bad: tuple[Reason, str] | None = None  # why it cannot be used, see `BadDocument`
+    unread: Sequence[str] = ()  # see `Document`
+
+    def entry(self, file: str, size: int, lines_before: int, first: FirstLine) -> Entry:
+        """Return the document at a place of a file, see `Document`, or the bad one."""
+        if self.bad is None:
+            return Document(self.value, file, size, lines_before, first, self.unread)
+        return BadDocument(file, first.number + lines_before, *self.bad)
 
 
 class InputFile(NamedTuple):

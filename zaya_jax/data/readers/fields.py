@@ -4,14 +4,16 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
-from zaya_jax.data.readers.documents import Reason
+from zaya_jax.data.readers.documents import Parsed, Reason
 
 LONGEST = 2**27  # bytes of a document; to encode one takes 100 times as much memory
 CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
-TOOLS = "tools"  # field next to a conversation that becomes part of it
+# Fields of a question → its answer, as texts: Alpaca's, whose question goes on in `input`, TRL's, and GSM8K's.
+PAIRS = {"instruction": "output", "prompt": "completion", "question": "answer"}
+TOOLS, SYSTEM = "tools", "system"  # fields next to a conversation that become part of it
 # Fields next to a conversation that would change its meaning, and are refused; of the flags, if they are off.
 SIBLINGS = re.compile(
-    "functions|function_calls|available_tools|apis|tools_json|system(_prompt|_message|_instruction)?|"
+    "functions|function_calls|available_tools|apis|tools_json|system_(prompt|message|instruction)|history|"
     "documents|images?|audios?|videos?|(loss_)?mask|chat_template_kwargs"
 )
 FLAGS = re.compile("weight|train|training|loss|label|loss_mask")
@@ -27,16 +29,48 @@ def is_document(value: object) -> TypeGuard[str | list[Any]]:
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:
-    """Return the field to read: `field`, or `conversations` in place of a missing `messages`; None if absent."""
+    """Return the field to read; in place of a missing `messages` it is `conversations`, or the first of a pair."""
     if field in names:
         return field
-    return CONVERSATIONS[1] if field == CONVERSATIONS[0] and CONVERSATIONS[1] in names else None
+    others = [CONVERSATIONS[1], *(name for name, answer in PAIRS.items() if answer in names)]
+    return next((name for name in others if name in names), None) if field == CONVERSATIONS[0] else None
+
+
+def is_pair(field: str, name: str) -> bool:
+    """Return whether `name`, which `find_field` returns for `field`, is the first field of a pair."""
+    return field == CONVERSATIONS[0] and name in PAIRS
 
 
 def suggest_chat(field: str, names: Collection[str]) -> str:
     """Return a hint to append to a missing-field message if the data looks like conversations, otherwise ''."""
-    others = [name for name in CONVERSATIONS if name in names and name != field]
-    return f"; it has {others[0]!r}, and --chat reads conversations" if others else ""
+    name = find_field(CONVERSATIONS[0], names)
+    return f"; it has {name!r}, and --chat reads conversations" if name not in (None, field) else ""
+
+
+def read_record(record: Mapping[str, Any], name: str, *, is_pair: bool) -> Parsed:
+    """Return the text or conversation in the field `name` of a record, or in a pair of fields that `name` begins."""
+    value, read = record[name], [name]
+    if is_pair:
+        texts = [name, *(["input"] if PAIRS.get(name) == "output" and record.get("input") not in EMPTY else [])]
+        read = [*texts, PAIRS[name]]
+        for part in read:
+            if not isinstance(record[part], str) and record[part] is not None:
+                return Parsed(bad=("wrong type", f"{part!r} is {json_kind(record[part])}, but must be text"))
+            if not is_document(record[part]):
+                return Parsed(bad=rejection(record[part], part))
+        question, answer = "\n\n".join(record[part] for part in texts), record[PAIRS[name]]
+        value = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    elif not is_document(value):
+        return Parsed(bad=rejection(value, name))
+    if isinstance(value, str):
+        return Parsed(value)
+    beside = {key: content for key, content in record.items() if key not in read}
+    bad, system = sibling_rejection(beside, name), beside.get(SYSTEM)
+    if isinstance(system, str) and not (system in EMPTY or system.isspace()):
+        if isinstance(value[0], dict) and SYSTEM in (value[0].get("role"), value[0].get("from")):
+            bad = "unread field", f"{SYSTEM!r} next to {name!r} is text, but the conversation has a system message, too"
+        value = [{"role": SYSTEM, "content": system}, *value]
+    return Parsed(with_tools(value, beside.get(TOOLS)), bad, unread_keys(beside, name))
 
 
 def with_tools(messages: Any, tools: Any) -> Any:
@@ -48,7 +82,8 @@ def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, st
     """Return why a conversation with a field of `SIBLINGS` or `FLAGS` cannot be used; None if these are empty."""
     for name, value in beside.items():
         parts, empty = (value.values(), EMPTY) if isinstance(value, dict) else ([value], OFF)
-        if name != field and SIBLINGS.fullmatch(name) and any(each not in empty for each in parts):
+        refused = SIBLINGS.fullmatch(name) or (name == SYSTEM and not isinstance(value, str))
+        if name != field and refused and any(each not in empty for each in parts):
             return "unread field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
         is_off = value is False or value == "false" or (name == "weight" and value not in (None, 1))
         if name != field and FLAGS.fullmatch(name) and is_off:
@@ -58,7 +93,7 @@ def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, st
 
 def unread_keys(beside: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """Return the keys next to a conversation that are neither empty, nor read, nor ask for what happens anyway."""
-    read = (field, TOOLS, "weight", "train", "training")
+    read = (field, TOOLS, SYSTEM, "weight", "train", "training")
     return tuple(name for name, value in beside.items() if name not in read and value not in EMPTY)
 
 

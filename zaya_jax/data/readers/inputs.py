@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import sys
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from zaya_jax.config.checks import counted, list_counts, require
 from zaya_jax.data.readers.documents import Entry, Format, InputFile, Unit, reading
 from zaya_jax.data.readers.jsonl import plain_lines
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.files import read_object
+from zaya_jax.run.files import hub_hint, read_object, read_start
 
 PACKED = ("gz", "zst", "bz2", "xz")
 # `Unit.format` → suffixes of its files. To add a format, add a module that defines `FORMAT`, and lines here.
@@ -26,6 +27,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "megatron": (".bin",),
+    "csv_table": (".csv",),
+    "json_array": (),  # a .json file that is named, and begins with a list
     "text": (),  # suffixes are an argument of `list_units`
 }
 _MODULES = {"parquet": "tables", "arrow": "tables"}  # others are named like the format
@@ -104,17 +107,25 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
         path = path.with_name(path.name.removesuffix(".idx") + ".bin")
     elif not os.path.exists(path) and any(os.path.exists(f"{path}{end}") for end in (".bin", ".idx")):
         path = path.with_name(path.name + ".bin")
+    if not os.path.lexists(path) and (hint := hub_hint(str(path), is_data=True)):
+        raise InputError(f"The input {path} does not exist.{hint}")
     # Check existence first, so that a missing file with an unknown suffix is reported as missing.
     kind = _format(path.name, suffixes) or ("jsonl" if path.suffix == ".json" else None)
+    if kind == "jsonl" and path.suffix == ".json" and path.is_file() and _starts_with_list(path):
+        kind = "json_array"
     file = _file(path, kind or "text")
     if kind is None:
         raise InputError(f"The file {path} has an unknown suffix; known suffixes are {_known(suffixes)}.")
     if not file.bytes:
         raise InputError(f"The file {path} is empty; leave it out.")
     if kind == "jsonl" and path.suffix == ".json" and not _has_objects(path, 1):
-        advice = f"Convert it, for example with: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}"
-        raise InputError(f"The file {path} has no JSON object in its first line, but must have one per line. {advice}")
+        allowed = "must have one per line, or one list of them"
+        raise InputError(f"The file {path} has no JSON object in its first line, but {allowed}.")
     return [file]
+
+
+def _starts_with_list(path: Path) -> bool:
+    return read_start(path, 1000).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _walk(folder: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> Iterator[InputFile]:

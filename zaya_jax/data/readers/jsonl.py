@@ -84,42 +84,36 @@ def _documents(
     for index, (line, size) in enumerate(lines):
         if len(line) <= fields.LONGEST and (not line or line.isspace()):
             continue
-        value, bad, unread = _parse(line, field)
-        if bad is None:
-            yield documents.Document(value, file, size, index, first, unread)
-        else:
-            yield documents.BadDocument(file, first.number + index, *bad)
+        yield _parse(line, field).entry(file, size, index, first)
 
 
-def _parse(line: bytes, field: str) -> tuple[documents.Value, tuple[documents.Reason, str] | None, tuple[str, ...]]:
-    """Return the value of the field; the reason if it cannot be used; and the keys that are not read."""
+def _parse(line: bytes, field: str) -> documents.Parsed:
     if len(line) > fields.LONGEST:
-        return "", ("too large", f"the line has more than {fields.LONGEST:,} bytes"), ()
+        return documents.Parsed(bad=("too large", f"the line has more than {fields.LONGEST:,} bytes"))
     try:
         tree = json.loads(line.decode("utf-8"))
         if rb"\u" in line and isinstance(tree, dict):  # only an escape can write an unpaired surrogate
             json.dumps(tree.get(fields.find_field(field, tree) or field), ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        return "", ("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded"), ()
+        return documents.Parsed(bad=("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded"))
     except UnicodeEncodeError:
-        return "", ("not UTF-8", f"{field!r} has an escaped unpaired surrogate"), ()
+        return documents.Parsed(bad=("not UTF-8", f"{field!r} has an escaped unpaired surrogate"))
     except RecursionError:
-        return "", ("invalid JSON", "it is nested too deeply"), ()
+        return documents.Parsed(bad=("invalid JSON", "it is nested too deeply"))
     except ValueError as error:  # bad syntax, or an integer with thousands of digits
-        return "", ("invalid JSON", str(error)), ()
+        return documents.Parsed(bad=("invalid JSON", str(error)))
+    return read_object(tree, field)
+
+
+def read_object(tree: Any, field: str) -> documents.Parsed:
+    """Read the field of a JSON object, see `fields.find_field`."""
     if not isinstance(tree, dict):
-        return "", ("wrong type", f"the line is {fields.json_kind(tree)}, but must be an object"), ()
+        return documents.Parsed(bad=("wrong type", f"the record is {fields.json_kind(tree)}, but must be an object"))
     name = fields.find_field(field, tree)
     if name is None:
         keys, hint = ", ".join(map(repr, tree)), fields.suggest_chat(field, tree)
-        return "", ("no field", f"the object has no key {field!r}; its keys are {keys:.200}{hint}"), ()
-    value = tree[name]
-    if not fields.is_document(value):
-        return "", fields.rejection(value, name), ()
-    if isinstance(value, str):
-        return value, None, ()
-    bad, unread = fields.sibling_rejection(tree, name), fields.unread_keys(tree, name)
-    return fields.with_tools(value, tree.get(fields.TOOLS)), bad, unread
+        return documents.Parsed(bad=("no field", f"the object has no key {field!r}; its keys are {keys:.200}{hint}"))
+    return fields.read_record(tree, name, is_pair=fields.is_pair(field, name))
 
 
 def _first_start(unit: documents.Unit) -> int:

@@ -45,9 +45,11 @@ def read_table(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
     with _open(file) as table:
         documents.require_pieces(unit, file, table.pieces, *table.noun)
         columns, before = check_columns(file, table.schema, field), 0
+        is_pair = fields.is_pair(field, columns[0])
         first = documents.FirstLine(lambda: 1 + count_rows(file, unit.start)) if unit.start else documents.FirstLine()
         for batch, size in table.batches(unit, columns):
-            yield from column_documents(batch, file=file, columns=columns, size=size, before=before, first=first)
+            place = {"size": size, "before": before, "first": first}
+            yield from column_documents(batch, file=file, columns=columns, **place, is_pair=is_pair)
             before += len(batch)
 
 
@@ -157,7 +159,7 @@ class _Arrow:
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
-    """Return the columns to read: that of the field and, if it has lists, all others, which may change what they mean.
+    """Return the columns to read: that of the field and, of conversations, all others, which may change their meaning.
 
     `InputError` unless exactly one column has the name, and its type is text or lists.
     """
@@ -173,12 +175,20 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
         if kind not in _TEXTS:
             problem = f"has type {kind}, but must have text or lists"
             raise InputError(f"The column {field!r} of the file {file} {problem}; {columns}.")
-        return [name]
+        if not fields.is_pair(field, name):
+            return [name]
     return [name, *(other for other in schema.names if other != name and schema.names.count(other) == 1)]
 
 
 def column_documents(
-    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: documents.FirstLine
+    batch: pa.RecordBatch,
+    *,
+    file: str,
+    columns: list[str],
+    size: int,
+    before: int,
+    first: documents.FirstLine,
+    is_pair: bool = False,
 ) -> Iterator[documents.Entry]:
     """Yield the rows of a batch, which stands for `size` bytes of the unit, and follows `before` of its rows."""
     array, (field, *names) = batch.column(columns[0]), columns
@@ -186,14 +196,8 @@ def column_documents(
     is_small = array.nbytes <= fields.LONGEST and not _SHARED.search(str(array.type))
     for i, row in enumerate(array):  # one at a time: in a dictionary, a few bytes can stand for many megabytes
         value, others = _value(row, is_small), {name: _value(column[i]) for name, column in beside.items()}
-        bad = fields.sibling_rejection(others, field)
-        if bad is None and fields.is_document(value):
-            content, unread = fields.with_tools(value, others.get(fields.TOOLS)), fields.unread_keys(others, field)
-            yield documents.Document(
-                content, file, documents.even_share(size, len(array), i, i + 1), before + i, first, unread
-            )
-        else:
-            yield documents.BadDocument(file, first.number + before + i, *(bad or fields.rejection(value, field)))
+        share = documents.even_share(size, len(array), i, i + 1)
+        yield fields.read_record({field: value, **others}, field, is_pair=is_pair).entry(file, share, before + i, first)
 
 
 def _value(row: Any, is_small: bool = False) -> object:

@@ -77,6 +77,8 @@ class ConsoleReport(MetricSink):
             self._phase = row["phase"]
         if "skip" in row:
             self.say(f"Skipped step {step}: {row['skip']} (rows {row['rows'][0]} to {row['rows'][1]}).")
+        if "sample" in row:
+            self.say(f"Sample after step {step}:\n{row['sample']['prompt']}{row['sample']['continuation']}")
         self._timings.append(timings)
         self._bar.update(self._task, completed=step)
         self._measure(step, timings["seconds"])

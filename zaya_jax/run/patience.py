@@ -1,0 +1,37 @@
+"""When a run ends early: `evaluation.patience` evaluations without a new lowest held-out loss."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from zaya_jax.config import Config
+from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.manifest import try_read
+
+PATIENCE = "patience"  # key of a checkpoint's metadata
+
+
+class Patience(NamedTuple):
+    """The lowest held-out loss of a phase, whose batches may differ from those of other phases."""
+
+    phase: str = ""
+    step: int = 0  # after which the loss was lowest
+    lowest: float | None = None  # nats/token; None before the first evaluation
+    since: int = 0  # evaluations since then
+
+    def after(self, phase: str, step: int, loss: float) -> "Patience":
+        """Return the record after an evaluation."""
+        before = self if phase == self.phase else Patience(phase)
+        if math.isfinite(loss) and (before.lowest is None or loss < before.lowest):
+            return Patience(phase, step, loss)
+        return before._replace(since=before.since + 1)
+
+    def is_over(self, config: Config) -> bool:
+        """Return whether the run must end; never if `evaluation.patience` is 0."""
+        return 0 < config.evaluation.patience <= self.since
+
+
+def ended_early(checkpoints: Path, config: Config) -> bool:
+    """Return whether the newest checkpoint of a run is that with which it ended early."""
+    newest = try_read(checkpoints / str(max(saved_steps(checkpoints), default=0)))
+    return newest is not None and Patience(**newest.metadata.get(PATIENCE, {})).is_over(config)
