@@ -164,7 +164,7 @@ def _attend(shared: _Shared, warpgroup: Any, slot: Any, seen: Any, interpreted: 
     total, acc, rounded = total * keep + p.sum(1), acc * across(keep, acc.shape), p.astype(jnp.bfloat16)
     _change_places(shared)
     gpu.barrier_wait(shared.v_copied.at[slot])
-    acc = _add_product(acc, rounded, shared.v.at[slot], interpreted)
+    (acc,) = mosaic.accumulate(lambda ref: mosaic.add_product(ref, rounded, shared.v.at[slot]), (acc,), interpreted)
     gpu.barrier_arrive(shared.v_read.at[slot])
     return new_top, total, acc
 
@@ -172,12 +172,3 @@ def _attend(shared: _Shared, warpgroup: Any, slot: Any, seen: Any, interpreted: 
 def _change_places(shared: _Shared) -> None:
     gpu.barrier_arrive(shared.turn)
     gpu.barrier_wait(shared.turn)
-
-
-def _add_product(acc: jax.Array, a: jax.Array, b_ref: Any, interpreted: bool) -> jax.Array:
-    """Return acc + a @ b, with `a` in registers and `b` in shared memory."""
-    if not interpreted:
-        return pl.run_state(lambda ref: gpu.wgmma(ref, a, b_ref))(mosaic.ACCUMULATOR.init(acc))
-    b = b_ref[...]  # the interpreter has no products of registers
-    gpu.commit_smem()
-    return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)

@@ -7,7 +7,6 @@ them: without atomics, results do not depend on the order of blocks.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -153,7 +152,8 @@ def _kernel(
             # kept tiles in registers, which would not suffice.
             kept, visited = shared.kept.at(warpgroup + (i >> 30)), shared.visited.at(lax.rem(i, stages))
             gpu.barrier_wait(visited.copied)
-            state = _add_tile(kept, visited, _Mask(masked, position, window), interpreted, state)
+            seen = functools.partial(mosaic.seen, (size, tokens), int(of_keys), position, window)
+            state = _add_tile(kept, visited, masked, seen, interpreted, state)
             gpu.commit_smem()  # before a copy overwrites what was read
             gpu.barrier_arrive(shared.read.at[lax.rem(i, stages)])
             return state
@@ -167,18 +167,13 @@ def _kernel(
     mosaic.specialize(copy, compute)
 
 
-class _Mask(NamedTuple):
-    """Which keys the queries of a tile see."""
-
-    needed: Any  # whether it hides any
-    position: Any  # as of `attention_mosaic_tiles.seen`
-    window: int | None
-
-
 def _add_tile(
-    kept: _Side, visited: _Side, mask: _Mask, interpreted: bool, sums: tuple[jax.Array, ...]
+    kept: _Side, visited: _Side, masked: Any, seen: Any, interpreted: bool, sums: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """Add a visited tile to the gradients of the first kept array and, if it has keys, the second."""
+    """Add a visited tile to the gradients of the first kept array and, if it has keys, the second.
+
+    `seen` is `attention_mosaic_tiles.seen` but for the segments; it hides something only if the tile is `masked`.
+    """
     shape, query_axis = (kept.first.shape[0], visited.first.shape[0]), int(kept.scores is None)
     queries = (kept, visited)[query_axis]
     scores, products = (mosaic.across(mosaic.load_vector(start, query_axis), shape, query_axis)
@@ -187,52 +182,16 @@ def _add_tile(
     def hide(scores: jax.Array) -> jax.Array:
         segments = [None if side.segments is None else mosaic.load_vector(side.segments, axis)
                     for axis, side in enumerate((kept, visited))]  # fmt: skip
-        seen = mosaic.seen(
-            shape, query_axis, mask.position, mask.window, segments[query_axis], segments[1 - query_axis]
-        )
-        return jnp.where(seen, scores, HIDDEN)
+        return jnp.where(seen(segments[query_axis], segments[1 - query_axis]), scores, HIDDEN)
 
     def multiply(scores: Any, products: Any, *sums: Any) -> None:
-        _add_product(scores, kept.first, visited.first.transpose((1, 0)))
-        _add_product(products, kept.second, visited.second.transpose((1, 0)))
-        p = jnp.exp2(_load(scores, 1) * (LOG2_E * kept.first.shape[1] ** -0.5))
+        mosaic.add_product(scores, kept.first, visited.first.transpose((1, 0)))
+        mosaic.add_product(products, kept.second, visited.second.transpose((1, 0)))
+        p = jnp.exp2(mosaic.load(scores, 1) * (LOG2_E * kept.first.shape[1] ** -0.5))
         if len(sums) > 1:
-            _add_product(sums[1], p.astype(jnp.bfloat16), visited.second)
-        ds = p * _load(products, len(sums) - 1)
-        _add_product(sums[0], ds.astype(jnp.bfloat16), visited.first)
+            mosaic.add_product(sums[1], p.astype(jnp.bfloat16), visited.second)
+        ds = p * mosaic.load(products, len(sums) - 1)
+        mosaic.add_product(sums[0], ds.astype(jnp.bfloat16), visited.first)
 
-    scores = lax.cond(mask.needed, hide, lambda scores: scores, scores)
-    return _accumulate(multiply, (scores, products, *sums), interpreted)[2:]
-
-
-class _Emulated:
-    """An accumulator of the interpreter, which has no products of registers."""
-
-    def __init__(self, value: jax.Array) -> None:
-        self.value = value
-
-
-def _accumulate(
-    products: Callable[..., None], starts: tuple[jax.Array, ...], interpreted: bool
-) -> tuple[jax.Array, ...]:
-    """Return the accumulators of `products`, which begin at `starts`."""
-    if interpreted:
-        emulated = [_Emulated(start) for start in starts]
-        products(*emulated)
-        return tuple(accumulator.value for accumulator in emulated)
-    return pl.run_state(lambda refs: products(*refs))(tuple(mosaic.ACCUMULATOR.init(start) for start in starts))
-
-
-def _add_product(accumulator: Any, a: Any, b: Any) -> None:
-    """Begin to add a @ b, with `a` in registers or in shared memory, and `b` in shared memory."""
-    if isinstance(accumulator, _Emulated):
-        accumulator.value += jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
-    else:
-        gpu.wgmma(accumulator, a, b)
-
-
-def _load(accumulator: Any, pending: int) -> jax.Array:
-    """Wait until only the last `pending` products may be unfinished, and return a sum."""
-    if isinstance(accumulator, _Emulated):
-        return accumulator.value
-    return gpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+    scores = lax.cond(masked, hide, lambda scores: scores, scores)
+    return mosaic.accumulate(multiply, (scores, products, *sums), interpreted)[2:]

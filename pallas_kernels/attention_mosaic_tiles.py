@@ -143,3 +143,37 @@ def seen(
     if query_segments is not None and key_segments is not None:
         mask &= across(key_segments, shape, 1 - query_axis) == across(query_segments, shape, query_axis)
     return mask
+
+
+class _Emulated:
+    """An accumulator of the interpreter, which has no products of registers."""
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+
+
+def accumulate(
+    products: Callable[..., None], starts: tuple[jax.Array, ...], interpreted: bool
+) -> tuple[jax.Array, ...]:
+    """Return the accumulators of `products`, which begin at `starts`."""
+    if interpreted:
+        emulated = [_Emulated(start) for start in starts]
+        products(*emulated)
+        return tuple(accumulator.value for accumulator in emulated)
+    return pl.run_state(lambda refs: products(*refs))(tuple(ACCUMULATOR.init(start) for start in starts))
+
+
+def add_product(accumulator: Any, a: Any, b: Any) -> None:
+    """Begin to add a @ b, with `a` in registers or in shared memory, and `b` in shared memory."""
+    if isinstance(accumulator, _Emulated):
+        accumulator.value += jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+        gpu.commit_smem()  # before a copy overwrites what was read
+    else:
+        gpu.wgmma(accumulator, a, b)
+
+
+def load(accumulator: Any, pending: int) -> jax.Array:
+    """Wait until only the last `pending` products may be unfinished, and return a sum."""
+    if isinstance(accumulator, _Emulated):
+        return accumulator.value
+    return gpu.wgmma_accumulator_load(accumulator, wait_n=pending)
