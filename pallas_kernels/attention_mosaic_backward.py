@@ -188,9 +188,9 @@ def _add_tile(
         mosaic.add_product(scores, kept.first, visited.first.transpose((1, 0)))
         mosaic.add_product(products, kept.second, visited.second.transpose((1, 0)))
         p = jnp.exp2(mosaic.load(scores, 1) * (LOG2_E * kept.first.shape[1] ** -0.5))
-        if len(sums) > 1:
+        if query_axis:
             mosaic.add_product(sums[1], p.astype(jnp.bfloat16), visited.second)
-        ds = p * mosaic.load(products, len(sums) - 1)
+        ds = p * mosaic.load(products, query_axis)
         mosaic.add_product(sums[0], ds.astype(jnp.bfloat16), visited.first)
 
     scores = lax.cond(masked, hide, lambda scores: scores, scores)

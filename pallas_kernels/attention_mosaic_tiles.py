@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as gpu
 from pallas_kernels.tiles import Architecture, architecture_name
 
 COMPUTING = 2  # warpgroups of a block that compute
-# A warpgroup that copies gives registers to the others: of each thread, 65,536 / 128 for the three.
+# Registers of a thread. At the start each has 168, and the warpgroup that copies gives 144 of them to the others.
 _COPY_REGISTERS, _COMPUTE_REGISTERS = 24, 240
 ACCUMULATOR: Any = gpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _INTERPRETER: Any = getattr(gpu, "InterpretGPUParams", None)  # None before jax 0.11

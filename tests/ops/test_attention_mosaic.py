@@ -111,7 +111,7 @@ def test_parts_and_their_gradients_equal_the_reference(data, seed):
 
 @interpreter
 @pytest.mark.soak
-@slow(max_examples=60)
+@slow(max_examples=40)
 @given(data=st.data(), seed=seeds())
 def test_equals_the_reference_in_any_shape(data, seed):
     b, tiles, k, pairs = (data.draw(st.integers(1, most)) for most in (2, 3, 2, 2))
