@@ -85,6 +85,14 @@ TILES: dict[str, dict[str, str]] = {
         "sm_90": "64×128/12/2 64×64/12/4 64×64/12/5 64×64/12/3 | 64×128/12/2",
         "interpret": "64×64/12/2 | 64×64/12/2",
     },
+    "attention_mosaic_keys": {  # queries of a visited tile, keys of a block
+        "sm_90": "64×128/12/4 64×128/12/2 | 64×128/12/2",
+        "interpret": "64×64/12/2 | 64×64/12/2",
+    },
+    "attention_mosaic_queries": {  # queries of a block, keys of a visited tile
+        "sm_90": "64×128/12/2 64×64/12/4 64×64/12/3 64×64/12/2 | 64×128/12/2",
+        "interpret": "64×64/12/2 | 64×64/12/2",
+    },
     "attention_backward_keys": {
         "sm_90": "64×128/8/2 64×64/8/3 64×128/8/3 32×128/8/2 | 32×32/8/1",
         "cuda": "64×64/8/2 | 32×32/8/1",

@@ -17,7 +17,7 @@ from zaya_jax.ops.registry import OPERATIONS, preferred_kernels
 from zaya_jax.ops.selfcheck import host_cpu
 from zaya_jax.ops.target import Target, current_target
 
-_SHAPES, _DRAWS, _SEED = 8, 25, 3  # a shape is compiled once, and drawn so often; the seed gives every kind
+_SHAPES, _DRAWS, _SEED = 8, 25, 31  # a shape is compiled once, and drawn so often; the seed gives every kind
 _LENGTHS, _CHANNELS, _HEADS = (128, 200, 384, 512, 1024), (64, 128), ((8, 2), (4, 4), (8, 1), (6, 2))
 
 

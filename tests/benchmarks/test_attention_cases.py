@@ -41,6 +41,10 @@ def test_what_is_drawn_has_every_kind():
     assert {shape.queries == shape.keys for shape in shapes} == {True, False}
     assert {shape.window is None for shape in shapes} == {True, False}
     assert any(shape.offset and shape.heads[0] != shape.heads[1] for shape in shapes)
+    of_mosaic = [shape for shape in shapes if not (shape.queries % 64 or shape.keys % 128)
+                 and shape.heads[0] // shape.heads[1] % 2 == 0]  # fmt: skip
+    assert {shape.channels for shape in of_mosaic} == {64, 128}
+    assert {shape.window is None for shape in of_mosaic} == {shape.offset > 0 for shape in of_mosaic} == {True, False}
     drawn = np.concatenate([draw_documents(rng, 4, 64) for _ in range(100)])
     assert (drawn == 0).all(1).any(), "a row of padding"
     assert (drawn == 1).all(1).any(), "a row of one document"

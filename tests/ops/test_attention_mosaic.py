@@ -1,7 +1,8 @@
-"""The Mosaic kernel of attention: interpreted, against the reference in double precision, and lowered."""
+"""The Mosaic kernels of attention: interpreted, against the reference in double precision, and lowered."""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.attention_mosaic import attention_forward
+from pallas_kernels.attention_mosaic_backward import attention_backward, backward_ranges
 from pallas_kernels.attention_tiles import AttentionInputs
 from tests.devices_helpers import on_devices
 from tests.helpers import assert_close, jit, seeds
-from tests.kernel_helpers import kernel, lower, shape
-from tests.ops.test_attention_kernel import BF16, Case, check, documents, draw_arrays, exact
-from zaya_jax.ops.attention import PartialAttention, partial_attention, partial_attention_gradient
+from tests.kernel_helpers import kernel, kernel_names, lower, shape
+from tests.ops.test_attention_kernel import BF16, FLASH, Case, check, documents, draw_arrays, exact
+from zaya_jax.ops.attention import PartialAttention, gradient, partial_attention, partial_attention_gradient
 from zaya_jax.ops.blockwise import FLOOR
 from zaya_jax.ops.registry import OPERATIONS
 
@@ -27,21 +29,35 @@ interpreter = pytest.mark.skipif(not hasattr(mosaic_gpu, "InterpretGPUParams"), 
 
 @functools.cache
 def interpreted(window, dtype):
-    def call(q, k, v, query_segments, key_segments, offset):
+    def call(q, k, v, do, query_segments, key_segments, offset):
         x = AttentionInputs(q, k, v, query_segments, key_segments, offset, window)
-        return attention_forward(x, dtype=dtype, architecture="interpret")
+        if dtype == jnp.float32:
+            runs = (
+                OPERATIONS[name].kernel("mosaic").run for name in ("partial_attention", "partial_attention_gradient")
+            )
+            part, pull = (functools.partial(run, "interpret") for run in runs)
+            whole = part(x)
+            return *whole, pull(x, whole, do)
+        whole = PartialAttention(*attention_forward(x, dtype=dtype, architecture="interpret"))
+        bounds = backward_ranges(x, architecture="interpret")
+        return *whole, gradient("interpret", x, bounds, whole, do, dtype, attention_backward)
 
     return jit(call)
 
 
-def forward(window, dtype, *arrays):
+def both_passes(window, dtype, *arrays):
     """Called where the simulated warpgroups, which wait for one another, have a thread each."""
-    return jax.device_get(interpreted(window, dtype)(*arrays))
+    return [jax.device_get(interpreted(window, dtype)(*arrays)) for _ in range(2)]
 
 
 @functools.cache
 def reference(window):
-    return jit(lambda *arrays: partial_attention(AttentionInputs(*arrays, window=window)))
+    def call(q, k, v, do, query_segments, key_segments, offset):
+        x = AttentionInputs(q, k, v, query_segments, key_segments, offset, window)
+        whole = partial_attention(x)
+        return *whole, partial_attention_gradient(x, whole, do)
+
+    return jit(call)
 
 
 def equals_the_reference(data, seed, case, dtype, segmented=True):
@@ -51,20 +67,25 @@ def equals_the_reference(data, seed, case, dtype, segmented=True):
     query, key = data.draw(st.integers(0, length - case.s)), data.draw(st.integers(0, length - case.t))
     if not segmented:
         query, key = length - case.s, length - case.t
-    q, k, v, do = map(np.asarray, draw_arrays(seed, case))
+    arrays = [*map(np.asarray, draw_arrays(seed, case))]
     segments = line[:, query : query + case.s], line[:, key : key + case.t]
     offset = np.int32(query - key)
     passed = segments if segmented else (None, None)
-    o, lse = on_devices(8, f"{__name__}:forward", case.window, dtype, q, k, v, *passed, offset)
-    assert (o.dtype, lse.dtype) == (dtype, jnp.float32)
+    found, again = on_devices(8, f"{__name__}:both_passes", case.window, dtype, *arrays, *passed, offset)
+    chex.assert_trees_all_equal(found, again)
+    o, lse, gradients = found
+    chex.assert_type([o, lse, *gradients], [dtype, jnp.float32, *[dtype] * 3])
     with jax.enable_x64(True):
-        expected = exact(reference(case.window)(*exact((q, k, v)), *segments, offset))
-    check(o, expected.o_bshc, 1e-2)
-    seen = np.asarray(expected.lse_bsh) > FLOOR / 2
-    assert_close(lse[seen], expected.lse_bsh[seen], 1e-5)
+        expected, expected_lse, expected_gradients = exact(reference(case.window)(*exact(arrays), *segments, offset))
+    for ours, theirs in zip((o, *gradients), (expected, *expected_gradients), strict=True):
+        check(ours, theirs, 1e-2)
+    seen = expected_lse > FLOOR / 2
+    assert_close(lse[seen], expected_lse[seen], 1e-5)
     assert (lse[~seen] <= FLOOR / 2).all()
     assert not np.any(o[~seen]), "a query that sees nothing has the output 0"
-    return AttentionInputs(q, k, v, *segments, offset, case.window), PartialAttention(o, lse), do
+    assert not np.any(gradients[0][~seen])
+    for of_keys in gradients[1:]:
+        assert not np.any(of_keys[segments[1] == 0]), "nothing sees padding"
 
 
 # Two rows of the batch; pairs of heads, of which two share a key head; tiles without a mask between masked ones.
@@ -84,20 +105,13 @@ def test_equals_the_reference(case, segmented, data, seed):
 @interpreter
 @slow(max_examples=1)
 @given(data=st.data(), seed=seeds())
-def test_its_parts_have_the_gradient_of_the_other_kernels(data, seed):
-    case = Case(1, 64, 64, 2, 1, 64, None, BF16)
-    x, whole, do = equals_the_reference(data, seed, case, jnp.float32)
-    gradient = OPERATIONS["partial_attention_gradient"].kernel("mosaic").run
-    ours = jit(functools.partial(gradient, "interpret"))(x, whole, do)
-    with jax.enable_x64(True):
-        expected = jit(partial_attention_gradient)(*exact((x, whole, do)))
-    for mine, theirs in zip(ours, expected, strict=True):
-        check(mine, theirs, 2e-2)
+def test_parts_and_their_gradients_equal_the_reference(data, seed):
+    equals_the_reference(data, seed, Case(1, 64, 64, 2, 1, 64, None, BF16), jnp.float32)
 
 
 @interpreter
 @pytest.mark.soak
-@slow(max_examples=60)
+@slow(max_examples=40)
 @given(data=st.data(), seed=seeds())
 def test_equals_the_reference_in_any_shape(data, seed):
     b, tiles, k, pairs = (data.draw(st.integers(1, most)) for most in (2, 3, 2, 2))
@@ -116,18 +130,22 @@ def loss(q, k, v):
     return kernel("attention", "h200", "mosaic")(q, k, v).astype(jnp.float32).sum()
 
 
-def test_a_training_step_lowers_with_the_gradient_of_the_other_kernels():
-    assert "mosaic_gpu_v2" in lower(jax.grad(loss), *arguments(), platform="cuda").as_text()
+def test_a_training_step_runs_the_mosaic_kernels_alone():
+    step = lower(jax.grad(loss, (0, 1, 2)), *arguments(), platform="cuda")
+    assert kernel_names(step) == []
+    assert step.as_text().count("mosaic_gpu_v2") == 3
 
 
 @pytest.mark.parametrize("s", [1, 63, 8192 + 64])
 def test_what_is_no_whole_number_of_tiles_runs_the_other_kernels(s):
-    assert "mosaic_gpu_v2" not in lower(loss, *arguments(s), platform="cuda").as_text()
+    step = lower(jax.grad(loss, (0, 1, 2)), *arguments(s), platform="cuda")
+    assert kernel_names(step) == FLASH
+    assert "mosaic_gpu_v2" not in step.as_text()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"dtype": jnp.float32}, "needs bfloat16, not float32"), ({"c": 32}, "64 or 128 channels, not 32"),
+    [({"dtype": jnp.float32}, "need bfloat16, not float32"), ({"c": 32}, "64 or 128 channels, not 32"),
      ({"h": 6}, "even number of query heads per key head, not 3")],
 )  # fmt: skip
 def test_what_the_kernel_cannot_do_is_refused(change, message):

@@ -1,8 +1,9 @@
 """Causal grouped-query attention over packed sequences.
 
-The reference processes blocks of keys (`ops.blockwise`). There are two kernels to choose from for the forward pass, one
-that splits the keys for the few queries of a decode step, and two for the gradient. Rematerialization does not rerun
-the forward kernel if its output and log-sum-exp, named `MATMUL_OUTPUT`, are saved. Sums and statistics are in fp32.
+The reference processes blocks of keys (`ops.blockwise`). There are two sets of kernels to choose from, with one for the
+forward pass and two for the gradient each; another one splits the keys for the few queries of a decode step.
+Rematerialization does not rerun the forward kernel if its output and log-sum-exp, named `MATMUL_OUTPUT`, are saved.
+Sums and statistics are in fp32.
 """
 
 import dataclasses
@@ -131,33 +132,47 @@ def _unsupported(_architecture: str, x: AttentionInputs, *_: Any) -> str:
     return f"Segments {queries.shape} and {keys.shape} do not match queries {q.shape} and keys {k.shape}."
 
 
-# (inputs, dtype of the output, architecture) → output and log-sum-exp, for the gradients of the same kernels
-_Forward = Callable[..., tuple[jax.Array, jax.Array]]
+class _Passes(NamedTuple):
+    """The kernels of both passes, as in `pallas_kernels.attention` and `attention_backward`."""
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]] = attention_forward
+    ranges: Callable[..., tuple[jax.Array, jax.Array]] = backward_ranges
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = attention_backward
 
 
-def _mosaic_forward(x: AttentionInputs, *, dtype: Any, architecture: Architecture) -> tuple[jax.Array, jax.Array]:
-    """Run the Mosaic kernel, or the other one for queries or keys that are not whole tiles."""
-    queries, keys = tile("attention_mosaic", architecture, x.q_bshc.dtype).sizes
-    if x.q_bshc.shape[1] % queries or x.k_btkc.shape[1] % keys:
-        return attention_forward(x, dtype=dtype, architecture=architecture)
-    from pallas_kernels.attention_mosaic import attention_forward as mosaic  # takes longer to import than all others
-
-    return mosaic(x, dtype=dtype, architecture=architecture)
+_Choose = Callable[[AttentionInputs, Architecture], _Passes]
 
 
-def _attention_kernel(run: _Forward, architecture: Architecture, *qkv: Any, **options: Any) -> jax.Array:
-    return _attention(run, architecture, integers(AttentionInputs(*qkv, **options)))
+def _triton(_x: AttentionInputs, _architecture: Architecture) -> _Passes:
+    return _Passes()
 
 
-def _partial_kernel(run: _Forward, architecture: Architecture, x: AttentionInputs) -> PartialAttention:
-    return PartialAttention(*_forward(run, architecture, integers(x), jnp.float32))
+def _mosaic(x: AttentionInputs, architecture: Architecture) -> _Passes:
+    """Return the Mosaic kernels, or the others for queries or keys that are not whole tiles."""
+    sizes = [tile(name, architecture, x.q_bshc.dtype).sizes for name in _MOSAIC_TILES]
+    if any(x.q_bshc.shape[1] % queries or x.k_btkc.shape[1] % keys for queries, keys in sizes):
+        return _Passes()
+    from pallas_kernels import attention_mosaic, attention_mosaic_backward  # take longer to import than all others
+
+    backward = attention_mosaic_backward
+    return _Passes(attention_mosaic.attention_forward, backward.backward_ranges, backward.attention_backward)
+
+
+def _attention_kernel(choose: _Choose, architecture: Architecture, *qkv: Any, **options: Any) -> jax.Array:
+    return _attention(choose, architecture, integers(AttentionInputs(*qkv, **options)))
+
+
+def _partial_kernel(choose: _Choose, architecture: Architecture, x: AttentionInputs) -> PartialAttention:
+    return PartialAttention(*_forward(choose, architecture, integers(x), jnp.float32))
 
 
 def _partial_gradient_kernel(
-    _run: _Forward, architecture: Architecture, x: AttentionInputs, whole: PartialAttention, do_bshc: jax.Array
+    choose: _Choose, architecture: Architecture, x: AttentionInputs, whole: PartialAttention, do_bshc: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     x = integers(x)
-    return gradient(architecture, x, backward_ranges(x, architecture=architecture), whole, do_bshc, jnp.float32)
+    passes = choose(x, architecture)
+    bounds = passes.ranges(x, architecture=architecture)
+    return gradient(architecture, x, bounds, whole, do_bshc, jnp.float32, passes.backward)
 
 
 def integers(x: AttentionInputs) -> AttentionInputs:
@@ -167,36 +182,41 @@ def integers(x: AttentionInputs) -> AttentionInputs:
     return dataclasses.replace(x, query_segments_bs=queries, key_segments_bt=keys, query_offset=offset)
 
 
-def _forward(run: _Forward, architecture: Architecture, x: AttentionInputs, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    return (attention_decode if decodes(x) else run)(x, dtype=dtype, architecture=architecture)
+def _forward(
+    choose: _Choose, architecture: Architecture, x: AttentionInputs, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    run = attention_decode if decodes(x) else choose(x, architecture).forward
+    return run(x, dtype=dtype, architecture=architecture)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(run: _Forward, architecture: Architecture, x: AttentionInputs) -> jax.Array:
-    return _forward(run, architecture, x, x.q_bshc.dtype)[0]
+def _attention(choose: _Choose, architecture: Architecture, x: AttentionInputs) -> jax.Array:
+    return _forward(choose, architecture, x, x.q_bshc.dtype)[0]
 
 
-def _forward_rule(run: _Forward, architecture: Architecture, x: AttentionInputs) -> tuple[jax.Array, Any]:
-    o, lse = run(x, dtype=x.q_bshc.dtype, architecture=architecture)
-    bounds = backward_ranges(x, architecture=architecture)
+def _forward_rule(choose: _Choose, architecture: Architecture, x: AttentionInputs) -> tuple[jax.Array, Any]:
+    passes = choose(x, architecture)
+    o, lse = passes.forward(x, dtype=x.q_bshc.dtype, architecture=architecture)
+    bounds = passes.ranges(x, architecture=architecture)
     # The bounds are the same for all layers: saved, they are computed once, before the loop over layers.
     o, lse, bounds = checkpoint_name((o, lse, bounds), MATMUL_OUTPUT)
     return o, (x, bounds, PartialAttention(o, lse))
 
 
-def _backward_rule(_run: _Forward, architecture: Architecture, saved: Any, do: jax.Array) -> tuple[AttentionInputs]:
+def _backward_rule(choose: _Choose, architecture: Architecture, saved: Any, do: jax.Array) -> tuple[AttentionInputs]:
     x, bounds, whole = saved
-    gradients = gradient(architecture, x, bounds, whole, do, x.q_bshc.dtype)
+    gradients = gradient(architecture, x, bounds, whole, do, x.q_bshc.dtype, choose(x, architecture).backward)
     return (AttentionInputs(*gradients, query_offset=None, window=x.window),)  # None means zero
 
 
 def gradient(
-    architecture: Architecture, x: AttentionInputs, bounds: Any, whole: PartialAttention, do: jax.Array, dtype: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the gradients of queries, keys and values with the Pallas kernels; `bounds` are `backward_ranges`."""
+    architecture: Architecture, x: AttentionInputs, bounds: Any, whole: PartialAttention, do: jax.Array, dtype: Any,
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = attention_backward,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Compute the gradients of queries, keys and values with kernels; `bounds` are the `backward_ranges` of these."""
     delta = (do.astype(jnp.float32) * whole.o_bshc.astype(jnp.float32)).sum(-1)
     saved = do.astype(x.q_bshc.dtype), whole.lse_bsh, delta
-    return attention_backward(x, bounds, saved, dtype=dtype, architecture=architecture)
+    return backward(x, bounds, saved, dtype=dtype, architecture=architecture)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
@@ -272,7 +292,7 @@ def _shape(x: AttentionInputs, *_: Any) -> tuple[int, ...]:
 
 
 _TILES = "attention", "decode", "attention_backward_keys", "attention_backward_queries"
-_MOSAIC_TILES = "attention_mosaic", *_TILES[1:]
+_MOSAIC_TILES = "attention_mosaic", "attention_mosaic_keys", "attention_mosaic_queries"
 
 
 def _mosaic_unsupported(architecture: str, x: AttentionInputs, *rest: Any) -> str:
@@ -280,13 +300,13 @@ def _mosaic_unsupported(architecture: str, x: AttentionInputs, *rest: Any) -> st
     if why := _unsupported(architecture, x, *rest):
         return why
     if architecture != "sm_90":
-        return f"The Mosaic kernel of attention is for sm_90 (H100, H200), not {architecture}."
+        return f"The Mosaic kernels of attention are for sm_90 (H100, H200), not {architecture}."
     if dtype != jnp.bfloat16:
-        return f"The Mosaic kernel of attention needs bfloat16, not {dtype.name}."
+        return f"The Mosaic kernels of attention need bfloat16, not {dtype.name}."
     if c not in (64, 128):
-        return f"The Mosaic kernel of attention supports heads of 64 or 128 channels, not {c}."
+        return f"The Mosaic kernels of attention support heads of 64 or 128 channels, not {c}."
     if h // num_kv % 2:
-        return f"The Mosaic kernel of attention needs an even number of query heads per key head, not {h // num_kv}."
+        return f"The Mosaic kernels of attention need an even number of query heads per key head, not {h // num_kv}."
     return ""
 
 
@@ -300,9 +320,9 @@ def _attention_shape(*qkv: Any, **options: Any) -> tuple[int, ...]:
 
 def _kernels(run: Callable[..., Any], adapt: Callable[..., Any] = lambda f: f) -> tuple[Kernel, ...]:
     """Return the kernels of an operation; `adapt` makes what says why inputs are unsupported take its arguments."""
-    triton = Kernel("pallas", functools.partial(run, attention_forward), adapt(_unsupported), _TILES)
-    mosaic = functools.partial(run, _mosaic_forward)
-    return triton, Kernel("mosaic", mosaic, adapt(_mosaic_unsupported), _MOSAIC_TILES, ("cuda",))
+    triton = Kernel("pallas", functools.partial(run, _triton), adapt(_unsupported), _TILES)
+    mosaic = functools.partial(run, _mosaic)
+    return triton, Kernel("mosaic", mosaic, adapt(_mosaic_unsupported), (*_MOSAIC_TILES, "decode"), ("cuda",))
 
 
 _KERNELS = _kernels(_attention_kernel, lambda function: functools.partial(_from_inputs, function))

@@ -109,7 +109,7 @@ def test_attention_by_mosaic_fits_the_gpu(tmp_path):
     done = run("h200", tmp_path, f"from {__name__} import *\ncompile_all(by_mosaic(), 'h200', {str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
     found = check({"step": read_program("step", "h200", tmp_path)}, "h200", {})
-    assert found == {"attention_mosaic", "attention_backward_keys", "attention_backward_queries"}
+    assert found == {"attention_mosaic", "attention_mosaic_keys", "attention_mosaic_queries"}
 
 
 def compile_vendor(gpu, folder):
@@ -199,13 +199,21 @@ def further(gpu):
             mix = functools.partial(cca_mix.trained, platform=gpu, implementation=name)
             made[f"mix_{kind}_{name}"] = mix, cca_mix.shapes(dtype, c=64, pairs=16)
     if GPUS[gpu].architecture == "sm_90":  # with an output in fp32, as in ring attention
-        part = with_kernel(gpu, "partial_attention", "mosaic").implementation("partial_attention")
-        arguments = attention.arguments(jnp.bfloat16)[:5]
-        made["attention_mosaic"] = (lambda *x: part(AttentionInputs(*x))), arguments
+        for c, window in ((64, None), (128, 1024)):
+            arguments = *attention.arguments(jnp.bfloat16, c=c)[:5], shape(1, 4096, 8, c, dtype=jnp.bfloat16)
+            made[f"attention_mosaic_{c}"] = functools.partial(mosaic_part, gpu, window), arguments
     for classes in (24, 63):
         sort = functools.partial(class_sort, classes=classes, dtype=jnp.bfloat16, architecture=GPUS[gpu].architecture)
         made[f"sort_{classes}"] = sort, (shape(16384, dtype=jnp.int32),)
     return made
+
+
+def mosaic_part(gpu, window, *arrays):
+    x = AttentionInputs(*arrays[:5], window=window)
+    part, gradient = (with_kernel(gpu, name, "mosaic").implementation(name)
+                      for name in ("partial_attention", "partial_attention_gradient"))  # fmt: skip
+    whole = part(x)
+    return whole, gradient(x, whole, arrays[5])
 
 
 def compile_all(programs, gpu, folder):

@@ -212,7 +212,7 @@ def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
         # Two products, of scores and values, over the causal half; of them, the gradient computes four for the keys and
         # three for the queries, and the last queries of a decode step see all keys.
         (batch, tokens, heads, size), (_, keys, *_), *_ = by_rank[4]
-        products = {"attention_decode": 4, "attention_backward_keys": 4, "attention_backward_queries": 3}.get(kernel, 2)
+        products = 4 if kernel.endswith(("_decode", "_keys")) else 3 if kernel.endswith("_queries") else 2
         return float(products * batch * tokens * keys * heads * size)
     if kernel.startswith("grouped"):  # each row of the tokens meets one matrix of the stack
         matrices = max(by_rank[3], key=math.prod, default=(0, 0, 0))
