@@ -29,6 +29,7 @@ from zaya_jax.parallel.layers import Scattered
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
 from zaya_jax.parallel.rules import LeafPlacement
 
+EARLIER = "earlier "  # before a parameter's name: the sum of its gradients over earlier micro-batches
 Sums = Any
 LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 Leaves = Mapping[str, LeafPlacement]
@@ -50,6 +51,7 @@ def summed_gradient(
     reduce: Reduce,
     in_place: Collection[str] = (),
     keep_rows: bool = False,
+    continued: Collection[str] = (),
 ) -> Callable[..., tuple[Sums, Arrays]]:
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
@@ -60,6 +62,8 @@ def summed_gradient(
     differentiated with respect to the trained parameters, of which large ones of layers are `Accumulated`. `reduce`
     tells whether to sum gradients over devices once a step or after each micro-batch; `in_place` names the layers'
     parameters that no layer copies; `keep_rows` whether there is space for their products with tokens, see `kept_rows`.
+    `continued` names parameters whose gradient `local_loss` continues: if its first argument has the sum of earlier
+    ones, as `EARLIER` + name, the gradient includes it.
     """
     reduce_axes = nontrivial_axes(mesh, AXES)
 
@@ -84,7 +88,7 @@ def summed_gradient(
             return reduce_rest(grads, parts, totals, leaves, mesh), sums
 
         kept = in_place if keep_rows and mesh.shape["expert"] == 1 else ()  # else experts get tokens of other devices
-        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place, kept)
+        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place, kept, continued)
         if reduce_axes and micro_batches == 1:
             grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
@@ -102,7 +106,13 @@ def summed_gradient(
 
 
 def _accumulated_gradient(
-    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], kept: Collection[str], batch: Any
+    loss: Loss,
+    compute: Arrays,
+    leaves: Leaves,
+    in_place: Collection[str],
+    kept: Collection[str],
+    continued: Collection[str],
+    batch: Any,
 ) -> tuple[Arrays, Sums]:
     """Add up the gradients of micro-batches on this device."""
     # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
@@ -118,13 +128,15 @@ def _accumulated_gradient(
 
     def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
         references = {name: jax.new_ref(total[name]) for name in large}
+        earlier = {EARLIER + name: total[name] for name in continued if name in others}
 
         def with_totals(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
             layers = {name: accumulating(name, x, probe) for name, x in references.items()}
-            return loss({**layers, **others}, micro)
+            return loss({**layers, **others, **earlier}, micro)
 
         (grads, _), sums = jax.grad(with_totals, argnums=(0, 1), has_aux=True)(others, probe)
-        added = {name: total[name] + g.astype(total[name].dtype) for name, g in grads.items()}
+        added = {name: g.astype(total[name].dtype) for name, g in grads.items()}
+        added |= {name: total[name] + g for name, g in added.items() if name not in continued}
         return {**added, **{name: jax.freeze(x) for name, x in references.items()}}, sums
 
     zeros = {name: jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for name, x in compute.items()}
