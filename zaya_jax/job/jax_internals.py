@@ -50,9 +50,7 @@ def leave_stacks_unfilled() -> None:
     jax fills them with zeros first. In a training step they hold the activations that the layers' backward passes need,
     so that each micro-batch would write these twice. Elsewhere `jax.lax.empty` gives zeros, and nothing changes.
     """
-    filled = getattr(loops, "_empty_array", None)
-    if filled is None:  # another version of jax: stacks are filled
-        return
+    filled: Any = getattr(loops, "_empty_array", None)
 
     def unfilled(prefix: tuple[int, ...], axes: tuple[Any, ...], step: Any) -> jax.Array:
         """Make the stack of an output of abstract value `step`; `axes` are the mesh axes that `prefix` is split over."""
@@ -61,4 +59,5 @@ def leave_stacks_unfilled() -> None:
             return filled(prefix, axes, step)
         return jax.lax.empty((*prefix, *step.shape), step.dtype)
 
-    loops._empty_array = unfilled
+    if filled is not None:  # other versions of jax may have none: they fill stacks
+        loops._empty_array = unfilled

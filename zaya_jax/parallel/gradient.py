@@ -33,6 +33,7 @@ EARLIER = "earlier "  # before a parameter's name: the sum of its gradients over
 Sums = Any
 LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 Leaves = Mapping[str, LeafPlacement]
+Names = Collection[str]
 Dtypes = Mapping[str, Any]  # compute dtype of each parameter
 Parts = dict[str, jax.Array | Scattered]
 Loss = Callable[[Any, Any], tuple[jax.Array, Sums]]  # compute copy of the trained parameters, micro-batch
@@ -49,9 +50,9 @@ def summed_gradient(
     leaves: Leaves,
     dtypes: Dtypes,
     reduce: Reduce,
-    in_place: Collection[str] = (),
+    in_place: Names = (),
     keep_rows: bool = False,
-    continued: Collection[str] = (),
+    continued: Names = (),
 ) -> Callable[..., tuple[Sums, Arrays]]:
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
@@ -106,13 +107,7 @@ def summed_gradient(
 
 
 def _accumulated_gradient(
-    loss: Loss,
-    compute: Arrays,
-    leaves: Leaves,
-    in_place: Collection[str],
-    kept: Collection[str],
-    continued: Collection[str],
-    batch: Any,
+    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Names, kept: Names, continued: Names, batch: Any
 ) -> tuple[Arrays, Sums]:
     """Add up the gradients of micro-batches on this device."""
     # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
