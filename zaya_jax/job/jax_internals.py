@@ -53,7 +53,7 @@ def leave_stacks_unfilled() -> None:
     filled: Any = getattr(loops, "_empty_array", None)
 
     def unfilled(prefix: tuple[int, ...], axes: tuple[Any, ...], step: Any) -> jax.Array:
-        """Make the stack of an output of abstract value `step`; `axes` are the mesh axes that `prefix` is split over."""
+        """Make the stack of an output `step`; `axes` are the mesh axes that `prefix` is split over."""
         split = any(axes) or any(step.sharding.spec) or step.mat.varying
         if split or step.memory_space != jax.memory.Space.Device:
             return filled(prefix, axes, step)
