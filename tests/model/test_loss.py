@@ -224,7 +224,7 @@ def test_the_gradient_of_the_head_continues_a_sum(seed, factor):
 @functools.cache
 def _scaled_gradient(factor):
     def scaled(hidden, head, bias, targets, weights, earlier):
-        return factor * total(hidden, head, bias, targets, weights, False, earlier)
+        return factor * total(hidden, head, bias, targets, weights, False, (earlier, head))
 
     return jit(jax.grad(scaled, argnums=(0, 1, 2)))
 

@@ -26,7 +26,7 @@ LARGEST_SUM = 1e30  # of exponentials relative to it: neither they nor their rec
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def chunked_loss(
     hidden_td: jax.Array, head_vd: jax.Array, bias_v: Bias, targets_t: jax.Array, weights_t: jax.Array,
-    frozen_head: bool = False, earlier_vd: jax.Array | None = None,
+    frozen_head: bool = False, earlier: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute the weighted cross-entropy of `hidden_td @ head_vd.T + bias_v`.
 
@@ -36,10 +36,10 @@ def chunked_loss(
     Returns the sum over tokens, an fp32 scalar in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and its
     terms, fp32 [t], which are not differentiable.
 
-    The gradient of `head_vd` starts from `earlier_vd`, a sum of earlier ones in the head's dtype, and so includes it:
-    an addition afterwards would read and write the largest parameter twice.
+    `earlier` is a sum of earlier gradients of `head_vd`, in its dtype, which the gradient continues and so includes,
+    and the head in the dtype of `hidden_td`: to clear a sum, add it and cast the head costs four passes over the head.
     """
-    del frozen_head, earlier_vd
+    del frozen_head, earlier
     head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
 
     def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -140,11 +140,12 @@ def chunked_logprobs(
 
 
 def _forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    hidden_td, head_vd, bias_v, targets_t, weights_t, frozen_head, earlier_vd = arguments
+    hidden_td, head_vd, bias_v, targets_t, weights_t, frozen_head, earlier = arguments
     v, d = head_vd.shape
     dtype, sums = hidden_td.dtype, accumulation_dtype(hidden_td.dtype)
     chunk = chunk_tokens(len(hidden_td), v, d, frozen_head)
-    head, axes = head_vd.astype(dtype), "vd"  # once, not in each chunk
+    earlier_vd, head = (None, head_vd.astype(dtype)) if earlier is None else earlier  # cast once, not in each chunk
+    axes = "vd"
     if head.nbytes <= TRANSPOSED_BYTES:
         head, axes = jax.lax.optimization_barrier(head.T), "dv"
 
