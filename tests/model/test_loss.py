@@ -1,6 +1,7 @@
 """The chunked loss against logits that all exist at once."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -207,3 +208,34 @@ def test_the_head_is_cast_once_for_all_chunks():
         (body,) = bodies(function)
         assert f"bf16[{V},{D}]" in body or f"bf16[{D},{V}]" in body
         assert f"f32[{V},{D}]" not in body
+
+
+@given(seed=seeds(), factor=st.sampled_from([1.0, 3.0, 0.0]))
+def test_the_gradient_of_the_head_continues_a_sum(seed, factor):
+    """The sum is not scaled by what comes after the loss."""
+    hidden, head, bias, targets, weights = draw(seed)
+    earlier = jnp.asarray(np.random.default_rng(seed).normal(size=head.shape), jnp.float32)
+    continued = _scaled_gradient(factor)(hidden, head, bias, targets, weights, earlier)
+    alone = compiled(total, True)(hidden, head, bias, targets, weights)[1]
+    expected = [factor * np.asarray(gradient) for gradient in alone]
+    assert_close(continued, (expected[0], expected[1] + np.asarray(earlier), expected[2]), 1e-5, least=1.0)
+
+
+@functools.cache
+def _scaled_gradient(factor):
+    def scaled(hidden, head, bias, targets, weights, earlier):
+        return factor * total(hidden, head, bias, targets, weights, False, (earlier, head))
+
+    return jit(jax.grad(scaled, argnums=(0, 1, 2)))
+
+
+def test_a_continued_sum_is_not_scaled_where_the_loss_alone_is_differentiated():
+    """Its gradient is a constant 1 then. A pass over the head would cost as much as the addition that it replaces."""
+    hidden, head, bias, targets, weights = draw(0)
+
+    def passes(factor):
+        lowered = _scaled_gradient(factor).lower(hidden, head, bias, targets, weights, head)
+        return re.findall(rf"f32\[(?:{V},{D}|{D},{V})\]\S* (?:select|multiply)\(", lowered.compile().as_text())
+
+    assert passes(3.0)
+    assert not passes(1.0)

@@ -105,3 +105,28 @@ def test_rows_are_kept_in_place_for_the_backward_pass(remat):
     launched = [sorted(traced_kernels(function, *arrays)) for function in functions]
     assert launched[0] == launched[1]
     assert launched[0].count("grouped_swiglu") == 1
+
+
+@pytest.mark.parametrize(("platform", "uninitialized"), [("cuda", 2), ("rocm", 2), ("cpu", 0)])
+def test_gpus_do_not_fill_the_stacks_that_a_loop_writes(platform, uninitialized):
+    """Forward, the loop writes the means and what the backward pass needs."""
+    stacks, x = draw()
+    forward = jax.jit(lambda *arguments: jax.vjp(functools.partial(loss, remat=True), *arguments))
+    lowered = forward.trace(stacks, x).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count("@AllocateBuffer") == uninitialized
+
+
+def test_loops_over_split_arrays_keep_their_split():
+    """Where stacks are split over devices or vary over them, jax itself makes them."""
+    mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+    split = jax.P(None, "x")
+
+    def double(x):
+        return scan_layers(lambda carry, row: (carry, 2 * row), 0, x)[1]
+
+    rows = np.arange(6.0).reshape(2, 3)
+    with jax.set_mesh(mesh):
+        explicit = jax.jit(double)(jax.device_put(rows, split))
+        assert jax.typeof(explicit).sharding.spec == split
+        varying = jax.jit(jax.shard_map(double, out_specs=split))(jax.device_put(rows, split))
+    np.testing.assert_array_equal([explicit, varying], [2 * rows] * 2)

@@ -16,7 +16,7 @@ from tests.helpers import assert_close
 from tests.train_helpers import fast_jit, micro, on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.parallel.accumulation import scan_layers
-from zaya_jax.parallel.gradient import LocalLoss, compute_copy, summed, summed_gradient
+from zaya_jax.parallel.gradient import EARLIER, LocalLoss, compute_copy, summed, summed_gradient
 from zaya_jax.parallel.layers import gather_layer
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.rules import LeafPlacement, place_leaves
@@ -47,9 +47,10 @@ def expected(params: dict, constants: dict, batch: dict) -> tuple[dict, dict]:
     return sums, {"w": 2 * (weight * error) @ x, "bias": 2 * (weight * error).sum()}
 
 
-def region(mesh, loss=local_loss, reduce="step", dtype=jnp.float32):
+def region(mesh, loss=local_loss, reduce="step", dtype=jnp.float32, continued=()):
     shapes, roles = {"w": (WIDTH,), "bias": ()}, {"w": "norm", "bias": "bias"}
-    return summed_gradient(loss, mesh, place_leaves(shapes, roles, mesh), dict.fromkeys(shapes, dtype), reduce)
+    leaves, dtypes = place_leaves(shapes, roles, mesh), dict.fromkeys(shapes, dtype)
+    return summed_gradient(loss, mesh, leaves, dtypes, reduce, continued=continued)
 
 
 def sums_alone(mesh):
@@ -88,6 +89,23 @@ def test_devices_and_micro_batches_add_up_to_the_gradient_of_the_whole():
     cases = [(4, 1, 24, 0), (3, 2, 24, 1), (2, 2, 24, 2)]
     for case, result in zip(cases, on_devices(8, "tests.parallel.test_gradient:on_four_devices", cases), strict=True):
         check(case, result)
+
+
+def test_a_continued_gradient_includes_those_of_earlier_micro_batches():
+    @jax.custom_vjp
+    def continued(w, earlier):
+        return earlier[1]  # w in its compute dtype
+
+    continued.defvjp(lambda w, earlier: (earlier[1], earlier[0]), lambda total, gradient: (gradient + total, None))
+
+    def loss(params, *others):
+        return local_loss({**params, "w": continued(params["w"], params[EARLIER + "w"])}, *others)
+
+    for micros in (1, 3):
+        params, constants, batch = problem(12, micros)
+        run = fast_jit(region(make_mesh(devices=jax.devices()[:1]), loss, continued=("w",)))
+        result = run(params, constants, jax.tree.map(lambda a, micros=micros: micro(a, micros), batch))
+        chex.assert_trees_all_close(result, jax.tree.map(np.float32, expected(params, constants, batch)), rtol=1e-4)
 
 
 def test_gradients_are_added_in_fp32_whatever_the_parameters_are():

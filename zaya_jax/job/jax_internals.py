@@ -1,10 +1,13 @@
-"""Private names of jax that connecting processes needs."""
+"""Private names of jax: for connecting processes, and for loops that fill no arrays they will write."""
 
+import functools
 import os
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import cache_key, clusters, distributed
+from jax._src.lax.control_flow import loops
 
 from zaya_jax.hardware.detection import cpu_name
 
@@ -38,3 +41,23 @@ def share_compilation_cache() -> None:
             hash_topology(hash_obj, devices)
 
     cache_key._hash_accelerator_config = hash_devices
+
+
+@functools.cache
+def leave_stacks_unfilled() -> None:
+    """Let `jax.lax.scan` leave the stacks of its outputs uninitialised on GPUs, as each of its steps writes its part.
+
+    jax fills them with zeros first. In a training step they hold the activations that the layers' backward passes need,
+    so that each micro-batch would write these twice. Elsewhere `jax.lax.empty` gives zeros, and nothing changes.
+    """
+    filled: Any = getattr(loops, "_empty_array", None)
+
+    def unfilled(prefix: tuple[int, ...], axes: tuple[Any, ...], step: Any) -> jax.Array:
+        """Make the stack of an output `step`; `axes` are the mesh axes that `prefix` is split over."""
+        split = any(axes) or any(step.sharding.spec) or step.mat.varying
+        if split or step.memory_space != jax.memory.Space.Device:
+            return filled(prefix, axes, step)
+        return jax.lax.empty((*prefix, *step.shape), step.dtype)
+
+    if filled is not None:  # other versions of jax may have none: they fill stacks
+        loops._empty_array = unfilled

@@ -26,7 +26,7 @@ LARGEST_SUM = 1e30  # of exponentials relative to it: neither they nor their rec
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def chunked_loss(
     hidden_td: jax.Array, head_vd: jax.Array, bias_v: Bias, targets_t: jax.Array, weights_t: jax.Array,
-    frozen_head: bool = False,
+    frozen_head: bool = False, earlier: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Compute the weighted cross-entropy of `hidden_td @ head_vd.T + bias_v`.
 
@@ -35,8 +35,11 @@ def chunked_loss(
 
     Returns the sum over tokens, an fp32 scalar in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and its
     terms, fp32 [t], which are not differentiable.
+
+    `earlier` is a sum of earlier gradients of `head_vd`, in its dtype, which the gradient continues and so includes,
+    and the head in the dtype of `hidden_td`: to clear a sum, add it and cast the head costs four passes over the head.
     """
-    del frozen_head
+    del frozen_head, earlier
     head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
 
     def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -137,11 +140,12 @@ def chunked_logprobs(
 
 
 def _forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    hidden_td, head_vd, bias_v, targets_t, weights_t, frozen_head = arguments
+    hidden_td, head_vd, bias_v, targets_t, weights_t, frozen_head, earlier = arguments
     v, d = head_vd.shape
     dtype, sums = hidden_td.dtype, accumulation_dtype(hidden_td.dtype)
     chunk = chunk_tokens(len(hidden_td), v, d, frozen_head)
-    head, axes = head_vd.astype(dtype), "vd"  # once, not in each chunk
+    earlier_vd, head = (None, head_vd.astype(dtype)) if earlier is None else earlier  # cast once, not in each chunk
+    axes = "vd"
     if head.nbytes <= TRANSPOSED_BYTES:
         head, axes = jax.lax.optimization_barrier(head.T), "dv"
 
@@ -156,7 +160,9 @@ def _forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
         db_v = None if db_v is None else db_v + (factors[:, None] * dz.astype(sums)).sum(0)
         return (total + loss.sum(), dw_dv, db_v), (dh.astype(dtype), loss)
 
-    dw_dv = None if frozen_head else jnp.zeros((d, v), sums)
+    dw_dv = None
+    if not frozen_head:
+        dw_dv = jnp.zeros((d, v), sums) if earlier_vd is None else earlier_vd.T.astype(sums)
     db_v = None if frozen_head or bias_v is None else jnp.zeros(v, sums)
     start = jnp.zeros((), sums), dw_dv, db_v
     h, targets, weights = _chunks(chunk, hidden_td, targets_t, weights_t)
@@ -166,16 +172,18 @@ def _forward(*arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
     # The barrier keeps XLA from fusing sum and transpose of a single chunk into a matmul that CPUs lack in bf16.
     dw_vd = None if dw_dv is None else jax.lax.optimization_barrier(dw_dv).T.astype(head_vd.dtype)
     db_v = None if bias_v is None or db_v is None else db_v.astype(bias_v.dtype)
-    return (total, losses.reshape(-1)[: hidden_td.shape[0]]), (dh_td, dw_vd, db_v, weights_t)
+    return (total, losses.reshape(-1)[: hidden_td.shape[0]]), (dh_td, dw_vd, db_v, weights_t, earlier_vd)
 
 
 def _backward(_frozen_head: bool, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     # The gradients of a frozen head are None, which means zero.
     g, _ = cotangents
-    dh_td, dw_vd, db_v, weights_t = saved
+    dh_td, dw_vd, db_v, weights_t, earlier_vd = saved
     no_weights = jnp.zeros_like(weights_t)  # targets and weights are data
-    scaled = [None if x is None else (x * g).astype(x.dtype) for x in (dh_td, dw_vd, db_v)]
-    return (*scaled, None, no_weights)
+    dh_td, dw_scaled_vd, db_v = (None if x is None else (x * g).astype(x.dtype) for x in (dh_td, dw_vd, db_v))
+    if earlier_vd is not None:  # compiled to `dw_vd`, as g is a constant 1 where the loss is what is differentiated
+        dw_scaled_vd = jnp.where(g == 1, dw_vd, dw_scaled_vd + (earlier_vd * (1 - g)).astype(dw_vd.dtype))
+    return dh_td, dw_scaled_vd, db_v, None, no_weights, None
 
 
 chunked_loss.defvjp(_forward, _backward)

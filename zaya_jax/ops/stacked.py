@@ -85,6 +85,6 @@ def kept_rows(stack: jax.Array, rows: int) -> jax.Ref:
     """Make space for the products of `rows` with the matrices of all layers, [l, t, q], for the backward pass.
 
     Forward passes write it in place, once although layers are rematerialized. If autodiff kept the rows, the loop over
-    layers would clear the space, and copy each layer's rows into it and out again.
+    layers would copy each layer's rows into the space and out again.
     """
     return jax.new_ref(jax.lax.empty((stack.shape[0], rows, stack.shape[-1]), stack.dtype), kind="no_grad_no_remat")

@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zaya_jax.job.jax_internals import leave_stacks_unfilled
 from zaya_jax.ops.stacked import Accumulated, StackedLayer
 
 
 def scan_layers(step: Callable[..., Any], carry: Any, layers: Any) -> tuple[Any, Any]:
     """`jax.lax.scan` over the leading axis of `layers`, whose leaves may be `Accumulated`: makes `Ops.scan_layers`."""
+    leave_stacks_unfilled()
     leaves, tree = jax.tree.flatten(layers, is_leaf=lambda x: isinstance(x, Accumulated))
     length = jax.tree.leaves(layers)[0].shape[0]
 

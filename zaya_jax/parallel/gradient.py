@@ -29,9 +29,11 @@ from zaya_jax.parallel.layers import Scattered
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
 from zaya_jax.parallel.rules import LeafPlacement
 
+EARLIER = "earlier "  # before a parameter's name: what its gradient continues
 Sums = Any
 LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 Leaves = Mapping[str, LeafPlacement]
+Names = Collection[str]
 Dtypes = Mapping[str, Any]  # compute dtype of each parameter
 Parts = dict[str, jax.Array | Scattered]
 Loss = Callable[[Any, Any], tuple[jax.Array, Sums]]  # compute copy of the trained parameters, micro-batch
@@ -48,8 +50,9 @@ def summed_gradient(
     leaves: Leaves,
     dtypes: Dtypes,
     reduce: Reduce,
-    in_place: Collection[str] = (),
+    in_place: Names = (),
     keep_rows: bool = False,
+    continued: Names = (),
 ) -> Callable[..., tuple[Sums, Arrays]]:
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
@@ -60,6 +63,8 @@ def summed_gradient(
     differentiated with respect to the trained parameters, of which large ones of layers are `Accumulated`. `reduce`
     tells whether to sum gradients over devices once a step or after each micro-batch; `in_place` names the layers'
     parameters that no layer copies; `keep_rows` whether there is space for their products with tokens, see `kept_rows`.
+    `continued` names parameters whose gradient `local_loss` continues: if its first argument has `EARLIER` + name, the
+    sum of earlier ones and the parameter in its compute dtype, the gradient includes that sum.
     """
     reduce_axes = nontrivial_axes(mesh, AXES)
 
@@ -84,7 +89,8 @@ def summed_gradient(
             return reduce_rest(grads, parts, totals, leaves, mesh), sums
 
         kept = in_place if keep_rows and mesh.shape["expert"] == 1 else ()  # else experts get tokens of other devices
-        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place, kept)
+        continuing = {name: compute[name].astype(dtypes[name]) for name in continued if name in compute}
+        accumulated = functools.partial(_accumulated_gradient, loss, compute, leaves, in_place, kept, continuing)
         if reduce_axes and micro_batches == 1:
             grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
         elif reduce_axes and reduce == "micro_batch":
@@ -102,7 +108,7 @@ def summed_gradient(
 
 
 def _accumulated_gradient(
-    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Collection[str], kept: Collection[str], batch: Any
+    loss: Loss, compute: Arrays, leaves: Leaves, in_place: Names, kept: Names, continued: Arrays, batch: Any
 ) -> tuple[Arrays, Sums]:
     """Add up the gradients of micro-batches on this device."""
     # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
@@ -118,13 +124,15 @@ def _accumulated_gradient(
 
     def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
         references = {name: jax.new_ref(total[name]) for name in large}
+        earlier = {EARLIER + name: (total[name], x) for name, x in continued.items()}
 
         def with_totals(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
             layers = {name: accumulating(name, x, probe) for name, x in references.items()}
-            return loss({**layers, **others}, micro)
+            return loss({**layers, **others, **earlier}, micro)
 
         (grads, _), sums = jax.grad(with_totals, argnums=(0, 1), has_aux=True)(others, probe)
-        added = {name: total[name] + g.astype(total[name].dtype) for name, g in grads.items()}
+        added = {name: g.astype(total[name].dtype) for name, g in grads.items()}
+        added |= {name: total[name] + g for name, g in added.items() if name not in continued}
         return {**added, **{name: jax.freeze(x) for name, x in references.items()}}, sums
 
     zeros = {name: jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for name, x in compute.items()}

@@ -86,10 +86,13 @@ class Placement:
         cached = tree_cached_attention(ops.partial_attention, ops.cached_attention)
         return dataclasses.replace(ops, cached_attention=cached)
 
-    def gradient(self, local_loss: LocalLoss, keep_rows: bool = False) -> Callable[..., tuple[Sums, Any]]:
+    def gradient(
+        self, local_loss: LocalLoss, keep_rows: bool = False, continued: Collection[str] = ()
+    ) -> Callable[..., tuple[Sums, Any]]:
         """`gradient.summed_gradient` on this placement."""
         reduce = self.config.gradient_reduction
-        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, reduce, self.in_place, keep_rows)
+        options = self.in_place, keep_rows, continued
+        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, reduce, *options)
 
     def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[..., Sums]:
         """`gradient.summed` on this placement."""

@@ -17,6 +17,7 @@ from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.optim.skippable import skippable
+from zaya_jax.parallel.gradient import EARLIER
 from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.spikes import append_skipped, append_step, classify_step, reset_history
 from zaya_jax.train.state import TrainState
@@ -45,7 +46,8 @@ def make_local_loss(program: PhaseSpec) -> Callable[[Arrays, Arrays, Batch], tup
         weights = batch["loss_mask"].reshape(-1).astype(accumulation_dtype(config.train.compute_dtype))
         hidden_td, targets = out.hidden_bsd.reshape(-1, config.model.hidden_size), batch["targets"].reshape(-1)
         head = params["embedding"], params.get("head_bias")
-        losses: tuple[jax.Array, jax.Array] = chunked_loss(hidden_td, *head, targets, weights, lora is not None)
+        of_head = lora is not None, params.get(EARLIER + "embedding")
+        losses: tuple[jax.Array, jax.Array] = chunked_loss(hidden_td, *head, targets, weights, *of_head)
         loss, loss_t = losses
         sums = {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
         if "sources" in batch:
@@ -77,7 +79,7 @@ def make_train_step(program: PhaseSpec) -> Callable[..., tuple[TrainState, Metri
       `source_loss` (summed, nats), `source_tokens`: [n] in the order of `data.sources`, with several sources only.
     """
     config, placement = program.config, program.placement
-    gradient = placement.gradient(make_local_loss(program), keep_rows=program.remat != "full")
+    gradient = placement.gradient(make_local_loss(program), program.remat != "full", continued=("embedding",))
     optimizer = skippable(program.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     peak_rate = getattr(options, config.matrices).learning_rate

@@ -19,6 +19,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.lab.predict.compilers.compiled import compile_step
 from zaya_jax.lab.predict.compilers.compiled_report import collective_rows, launch_rows, move_rows
 from zaya_jax.lab.predict.compilers.gpus import GPUS
+from zaya_jax.lab.predict.compilers.hlo import FUSIONS, shape_bytes, walk
 from zaya_jax.lab.predict.compilers.predict import PartCost, phase_shares, predict
 from zaya_jax.lab.predict.compilers.toolchain import environment
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
@@ -98,6 +99,14 @@ def test_layers_launch_no_more_kernels_than_recorded(gpu):
     rows = launch_rows(compiled(gpu).entry)
     assert rows["layers forward"] <= LAYERS[gpu] * LAUNCHES[gpu][0]
     assert rows["layers backward"] <= LAYERS[gpu] * LAUNCHES[gpu][1]
+
+
+@pytest.mark.parametrize("gpu", LAYOUTS)
+def test_stacks_of_activations_are_not_filled_before_layers_write_them(gpu):
+    instructions = [x for place in walk(compiled(gpu).entry) for x in place.instructions]
+    fills = [x.title for x in instructions if x.opcode in FUSIONS and not x.operands and "jvp(layers)" in x.op_name
+             and "transpose" not in x.op_name and shape_bytes(x.shape) >= 2**17]  # fmt: skip
+    assert not fills
 
 
 @pytest.mark.parametrize("gpu", LAYOUTS)
