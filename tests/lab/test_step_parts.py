@@ -19,7 +19,8 @@ from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import heldout
-from zaya_jax.generate.decode import BLOCK, compile_generation
+from zaya_jax.generate.compiled import compile_generation
+from zaya_jax.generate.steps import BLOCK
 from zaya_jax.lab.measure import step_parts as module
 from zaya_jax.lab.measure.step_parts import check_largest_batch, trace_rows
 from zaya_jax.lab.measure.step_trace import Interval, Trace, attribute
