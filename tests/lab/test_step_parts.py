@@ -199,7 +199,7 @@ def test_a_prompt_and_a_decode_step_are_broken_down(monkeypatch, tmp_path, capsy
         assert main([*arguments, "--work", work, "--output", str(output), "--png", str(png)]) == 0
         result = json.loads(output.read_text())
         assert (result["steps"], result["benchmark"].split()[0]) == (steps, work)
-        assert "2 × 128 tokens" in result["size"]  # rounded up to a whole chunk
+        assert "2 × 96 tokens" in result["size"]  # rounded up to a whole chunk
         assert {"attention", "cca_mix", "experts", "router", "loss"} <= set(result["parts"]) <= {*PARTS, OTHER}
         measured = sum(row["measured"] for row in result["parts"].values())
         assert measured + result["unattributed"] == pytest.approx(result["seconds"], abs=1e-4)

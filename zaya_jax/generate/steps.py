@@ -48,12 +48,12 @@ Drawn = tuple[SlotState, jax.Array, jax.Array]  # new state, int32 tokens and fp
 
 
 class Programs(NamedTuple):
-    """The compiled programs of a model on a placement. Both donate the state, their second argument."""
+    """The jitted programs of a model on a placement. Both donate the state, their second argument."""
 
     # (model's leaves, state, Chunk, Rows [n]) → Drawn [n], for rows with tokens left; others are to be ignored
-    prefill: Callable[..., Drawn]
+    prefill: Any
     # (model's leaves, state, Rows [b], stop tokens, number of steps) → Drawn [BLOCK, b], -1 after a row's last token
-    decode: Callable[..., Drawn]
+    decode: Any
 
 
 BLOCK = 16  # most decode steps of a call
