@@ -13,7 +13,8 @@ from benchmarks.peer import peer_decode, peer_device, require_peer
 from benchmarks.step import default_config
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import require
-from zaya_jax.generate.decode import generate_tokens
+from zaya_jax.generate.decode import continuations
+from zaya_jax.generate.engine import Engine
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.subprocesses import run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters
@@ -59,11 +60,13 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def our_decode(config: ModelConfig, dtype: str, prompts: np.ndarray, new: int) -> Callable[[], int]:
-    """Make a function that generates, and returns the last token; the model is `unrolled`, as one that is opened."""
+    """Make a function that generates with an engine, and returns the last token."""
     model = unrolled(jax.jit(lambda: map_variables(Zaya(config, jax.random.key(0)), lambda _, x: x.astype(dtype)))())
+    engine = Engine(model, slots=len(prompts), length=prompts.shape[1] + new)
 
     def step() -> int:
-        return generate_tokens(model, prompts, new)[-1].tokens[-1]
+        *_, rows = continuations(engine, prompts.tolist(), new)
+        return rows[-1].tokens[-1]
 
     return step
 

@@ -37,7 +37,8 @@ class AttentionInputs:
     # per row
     query_segments_bs: Any = None
     key_segments_bt: Any = None  # int32 document of each key
-    # index of the first query among the keys, int32, may be negative; query i sees key j if j <= query_offset + i
+    # index of the first query among the keys, int32, may be negative; query i sees key j if j <= query_offset + i. For
+    # one query a row, it can be an array [b]
     query_offset: Any = 0
     # number of keys that a query sees, its own included; None for all
     window: int | None = dataclasses.field(default=None, metadata={"static": True})

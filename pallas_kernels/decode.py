@@ -36,7 +36,8 @@ def attention_decode(
     keys, programs = sizes.sizes[0], tile("decode", architecture, x.q_bshc.dtype).sizes[1]
     most = min(programs // (b * num_kv), pl.cdiv(t, 2 * keys), MOST_PARTS)
     parts = 1 << (max(most, 1).bit_length() - 1)
-    kernel, arrays = functools.partial(_kernel, static=Static(rows, keys, x.window)), (x.query_offset[None], Refs.of(x))
+    offset_b = jnp.broadcast_to(x.query_offset, (b,))
+    kernel, arrays = functools.partial(_kernel, static=Static(rows, keys, x.window)), (offset_b, Refs.of(x))
     out = Out((b, s, h, parts * c), jnp.float32), Out((b, s, h, parts), jnp.float32)
     o_parts, lse_parts = launch("attention_decode", kernel, arrays, out, (parts, b * num_kv), sizes, architecture)
     kernel, arrays = functools.partial(_join_kernel, parts=parts, c=c), (o_parts.reshape(-1, c), lse_parts.reshape(-1))
@@ -48,7 +49,8 @@ def attention_decode(
 def _kernel(offset_ref: Any, x: Refs, o_ref: Any, lse_ref: Any, *, static: Static) -> None:
     (_, s, _, c), t, keys, window = x.q.shape, x.k.shape[1], static.keys, static.window
     part, parts = pl.program_id(0), pl.num_programs(0)
-    head, offset = key_head(x, 1), offset_ref[0]
+    head = key_head(x, 1)
+    offset = offset_ref[head[0]]
     rows = rows_of(x, head, 0, static.rows, offset)
 
     # Split what is visible now, which may be a small part of the cache.

@@ -21,7 +21,7 @@ from zaya_jax.data.__main__ import main as data
 from zaya_jax.evaluate.__main__ import _parser as evaluate_parser
 from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.generate.__main__ import _parser as generate_parser
-from zaya_jax.generate.decode import Continuation
+from zaya_jax.generate.engine import Continuation
 from zaya_jax.main import main
 from zaya_jax.report.__main__ import _parser as report_parser
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES

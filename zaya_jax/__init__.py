@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zaya_jax.config import Config as Config
     from zaya_jax.config import load_config as load_config
     from zaya_jax.generate.decode import generate_tokens as generate_tokens
+    from zaya_jax.generate.engine import Engine as Engine
     from zaya_jax.generate.sampling import Sampling as Sampling
     from zaya_jax.generate.text import generate_text as generate_text
     from zaya_jax.hf.exporter import save_pretrained as save_pretrained
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "config": "Config load_config",
     "generate.decode": "generate_tokens",
+    "generate.engine": "Engine",
     "generate.sampling": "Sampling",
     "generate.text": "generate_text",
     "hf.exporter": "save_pretrained",

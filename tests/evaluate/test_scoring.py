@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.generate.engine_helpers import compilations
 from tests.helpers import jit, random_model, tiny_config
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
-from zaya_jax.evaluate import scoring, writing
+from zaya_jax.evaluate import scoring
 from zaya_jax.evaluate.scoring import Request, Score, Scorer, windows
 from zaya_jax.evaluate.writing import Prompt, Writer, prompt_seed
-from zaya_jax.generate import decode
+from zaya_jax.generate.engine import Continuation, Engine, Update
 from zaya_jax.generate.placement import decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.zaya import Zaya, logits
@@ -160,20 +161,14 @@ def writer(model: Zaya) -> Writer:
 
 
 def test_continuations_depend_neither_on_the_batch_nor_on_its_order():
-    before = {name: getattr(decode, name)._cache_size() for name in ("_prefill", "_decode")}
     ready = writer(random_model(tiny_config("bare", max_positions=256)))
     seen = []
     written = ready.write(prompts(), progress=lambda *counts: seen.append(counts))
-    compiled = {name: getattr(decode, name)._cache_size() - count for name, count in before.items()}
-    assert compiled == {"_prefill": 1, "_decode": 2}  # greedy and sampled
+    assert compilations(ready._engine) == [2, 1]  # two sizes of chunks
     assert seen == sorted(seen)
     assert seen[-1] == (11, 11)
     assert ready.write(prompts()[::-1]) == written[::-1]
     assert ready.write(prompts()[3:8]) == written[3:8]
-    (first, *_), capacity = prompts(), 256  # of the batches above
-    *_, (alone, _) = decode.continuations(ready._unrolled, [first.tokens, [1]], 9, stop_tokens=[7], capacity=capacity,
-                                          placement=ready.placement)  # fmt: skip
-    assert written[0] == alone.tokens
     assert len({tuple(tokens) for tokens in written}) > 5
 
 
@@ -182,14 +177,15 @@ def on_one_or_more() -> tuple[list[Score], list[list[int]], set[int]]:
     model, rows = random_model(tiny_config()), set()
     asked = [*requests(40), *(Request([1, 2], [letter]) for letter in range(9))]
 
-    def continuations(_model, prompts, most, _sampling, *, seeds, stopped, **_):
-        rows.add(len(prompts))
-        written = [[sum(prompt) % 37, seed % 37, most] for prompt, seed in zip(prompts, seeds, strict=True)]
-        ended = [stopped(index, tokens) for index, tokens in enumerate(written)]
-        yield [decode.Continuation(tokens, [], end) for tokens, end in zip(written, ended, strict=True)]
+    def updates(engine):
+        rows.add(engine.slots)
+        for handle, request in list(engine._requests.items()):
+            tokens = [sum(request.prompt) % 37, request.seed % 37, request.max_new_tokens]
+            yield Update(handle, Continuation(tokens, [], stopped=True), finished=True)
+            engine.cancel(handle)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writing, "continuations", continuations)
+        patch.setattr(Engine, "updates", updates)
         patch.setattr(scoring, "ROW", 8)
         return make_scorer(model, max_length=LENGTH, tokens=16).score(asked), writer(model).write(prompts()), rows
 

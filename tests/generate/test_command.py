@@ -13,7 +13,7 @@ from tests.train_helpers import MODEL, on_devices
 from tests.trained_helpers import trained_run
 from zaya_jax.generate import source, text
 from zaya_jax.generate.__main__ import main
-from zaya_jax.generate.decode import Continuation
+from zaya_jax.generate.engine import Continuation
 
 _open = functools.cache(source.open_text_model)
 
@@ -92,8 +92,9 @@ def sizes_and_devices(*arguments):
     """The sizes of the mesh that the command generates on, and the devices that hold the model."""
     seen = []
 
-    def record(model, *_, placement, **__):
-        seen.append((dict(placement.mesh.shape), [len(x.sharding.device_set) for x in jax.tree.leaves(model)]))
+    def record(engine, *_, **__):
+        leaves, _ = engine._compiled
+        seen.append((dict(engine.placement.mesh.shape), [len(x.sharding.device_set) for x in leaves]))
         yield [Continuation([], [], stopped=True)]
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):

@@ -1,52 +1,30 @@
+"""Continuations of lists of prompts, against forward passes over whole sequences."""
+
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import random_model
+from tests.generate.engine_helpers import compilations, fast_engine, model  # noqa: F401
 from tests.train_helpers import MODEL, fast_jit
-from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
-from zaya_jax.generate import decode
-from zaya_jax.generate import placement as generate_placement
-from zaya_jax.generate.decode import BLOCK, cache_capacity, continuations, generate_tokens
+from zaya_jax.generate.decode import continuations, generate_tokens
+from zaya_jax.generate.engine import Engine
 from zaya_jax.generate.sampling import Sampling, draw
+from zaya_jax.generate.steps import BLOCK
 from zaya_jax.hf.exporter import save_pretrained
-from zaya_jax.model.tree import roles, shapes
 from zaya_jax.model.zaya import logits, unrolled
-from zaya_jax.ops.registry import KernelSelection
-from zaya_jax.ops.target import current_target
-from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.placement import make_placement
 
-# Compilation takes most of the time: nearly all tests share the programs of three rows, two chunks and three blocks.
-STEPS, CHUNK = 2 * BLOCK + 4, 4
+# Compilation takes most of the time: nearly all tests share the programs of three rows.
+STEPS = 2 * BLOCK + 4
 PROMPTS = [[5, 17, 250], [9], [3, 3, 8, 120, 44, 7, 299]]
 UNUSED = [0, 1]  # stop tokens that no row draws, since another number of them is another program
 HOT = Sampling(1.5, top_k=40, top_p=0.95, repetition_penalty=1.3)
-_compiled = {
-    "_decode": fast_jit(decode._decode.__wrapped__, static_argnames=("size", "branches", "placement"),
-                        donate_argnums=1),
-    "_prefill": fast_jit(decode._prefill.__wrapped__, static_argnames="placement", donate_argnums=1),
-}  # fmt: skip
 _logits = fast_jit(logits)
-
-
-@pytest.fixture(autouse=True)
-def fast_decode(monkeypatch):
-    monkeypatch.setattr(decode, "CHUNK", CHUNK)
-    for name, function in _compiled.items():
-        monkeypatch.setattr(decode, name, function)
-
-
-@functools.cache
-def model():
-    """A model on its device, as weights are that were read."""
-    return jax.device_put(random_model(MODEL, seed=1), jax.devices()[0])
+pytestmark = pytest.mark.usefixtures("fast_engine")
 
 
 def generate(prompts, sampling=None, stop_tokens=UNUSED, **options):
@@ -58,10 +36,9 @@ def generate(prompts, sampling=None, stop_tokens=UNUSED, **options):
 @functools.cache
 def greedy():
     """The most likely continuations, and how often the programs were compiled for them."""
-    before = [function._cache_size() for function in _compiled.values()]
-    rows = generate_tokens(model(), PROMPTS, STEPS, stop_tokens=UNUSED)
-    compiled = [function._cache_size() for function in _compiled.values()]
-    return rows, [count - earlier for count, earlier in zip(compiled, before, strict=True)]
+    engine = Engine(model(), slots=1, length=1, stop_tokens=UNUSED)
+    (*_, rows) = continuations(engine, PROMPTS, STEPS)
+    return rows, compilations(engine)
 
 
 def continued():
@@ -108,7 +85,8 @@ def test_sampled_tokens_are_those_drawn_from_a_whole_forward_pass():
         keys = jax.vmap(lambda seed: jax.vmap(lambda step: jax.random.fold_in(jax.random.key(seed), step))(
             jnp.arange(STEPS)))(seeds)  # fmt: skip
         flat = [x.reshape(-1, *x.shape[2:]) for x in (scores, keys, occurred)]
-        return draw(flat[0], flat[1], HOT, HOT.branches, flat[2])
+        hot = Sampling(*(jnp.full(len(flat[0]), value) for value in HOT))
+        return draw(flat[0], flat[1], hot, flat[2])
 
     tokens, logprobs = expected(scores, occurred, np.array([seed % 2**32 for seed in seeds], np.uint32))
     assert [token for row in rows for token in row.tokens] == tokens.tolist()
@@ -139,78 +117,29 @@ def test_a_row_ends_before_a_stop_token_and_the_others_go_on():
     assert [row.stopped for row in rows] == [stop in first, False, True]
 
 
-def test_a_batch_ends_when_all_its_rows_have():
-    blocks = list(continuations(model(), PROMPTS, STEPS, stop_tokens=UNUSED,
-                                stopped=lambda row, tokens: len(tokens) > 2 * BLOCK * row))  # fmt: skip
+def test_a_row_ends_when_its_caller_says_so():
+    engine = Engine(model(), slots=3, length=7 + STEPS, stop_tokens=UNUSED)
+    prompts = [*PROMPTS[:2], PROMPTS[0]]
+    blocks = list(continuations(engine, prompts, STEPS, stopped=lambda row, tokens: len(tokens) > 2 * BLOCK * row))
     lengths = [[len(row.tokens) for row in rows] for rows in blocks]
-    assert lengths == [[BLOCK] * 3, [BLOCK, 2 * BLOCK, 2 * BLOCK], [BLOCK, STEPS, STEPS]]
-    assert [[row.stopped for row in rows] for rows in blocks] == [[True, False, False]] * 2 + [[True, True, False]]
+    assert lengths == [[BLOCK + 1] * 3, [BLOCK + 1, 2 * BLOCK + 1, 2 * BLOCK + 1], [BLOCK + 1, 2 * BLOCK + 1, STEPS]]
+    stopped = [[row.stopped for row in rows] for rows in blocks]
+    assert stopped == [[True, False, False], [True, True, False], [True, True, False]]
     (first, *_), (second, *_), _ = continued()
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[1]]
-    (rows,) = continuations(model(), prompts, STEPS, stop_tokens=[first, second])
+    rows = generate_tokens(model(), prompts, STEPS, stop_tokens=[first, second])
     assert [(row.tokens, row.logprobs, row.stopped) for row in rows] == [([], [], True)] * 3
 
 
-@pytest.mark.parametrize(
-    ("lengths", "new", "capacity", "chunk", "expected"),
-    [
-        ((1, 20, 33), 6, None, 512, ([58], 64)),  # one class; as many positions as the model has
-        ((7,), 36, None, 4, ([4, 4], 48)),
-        ((10,), 53, None, 4, ([4, 4, 3], 64)),
-        ((7, 33), 10, 48, 512, ([38], 48)),
-    ],
-)
-def test_prompts_of_one_length_class_have_arrays_of_one_shape(monkeypatch, lengths, new, capacity, chunk, expected):
-    monkeypatch.setattr(decode, "CHUNK", chunk)
-    placement = generate_placement.decode_placement(model(), generate_placement.FIRST_DEVICE)
-    for length in lengths:
-        widths = []
-
-        def record(_model, cache, tokens, segments, *, placement, widths=widths):
-            widths.append(tokens.shape[1])
-            return cache, np.zeros((2, MODEL.vocab_size), np.float32)
-
-        monkeypatch.setattr(decode, "_prefill", record)
-        prompts = [[1] * length, [2]]
-        state = decode._prefilled(unrolled(model()), prompts, new, capacity, Sampling().branches, placement)
-        assert (widths, state.cache.layers[0].kv.k_btx.shape[1]) == expected
-
-
-def test_a_capacity_is_enough_for_whole_chunks_and_no_more_than_the_positions():
-    assert [cache_capacity(prompt, 20, MODEL) for prompt in (8, 9, 24, 25, 60)] == [32, 48, 48, 64, 64]
-
-
-def test_each_call_uses_the_kernels_that_are_left_unless_a_placement_is_given(monkeypatch):
-    target, used = current_target(), []
-    selections = [KernelSelection(target), KernelSelection(target, reasons={("attention", "pallas"): "it fails."})]
-    left = iter(selections)
-    monkeypatch.setattr(generate_placement, "validate_kernels", lambda *_, **__: next(left))
-
-    def record(*arguments):
-        used.append(arguments[-1].kernels)
-        raise NotImplementedError
-
-    monkeypatch.setattr(decode, "_prefilled", record)
-    placement = make_placement(ParallelConfig(), make_mesh(devices=jax.devices()[:1]), shapes(model()), roles(model()),
-                               "float32", KernelSelection(target))  # fmt: skip
-    for options in ({}, {}, {"placement": placement.replicated}):
-        with pytest.raises(NotImplementedError):
-            generate(PROMPTS, **options)
-    # A kernel that was rejected between two calls is not used by the second, and with a placement nothing is tried.
-    assert used == [*selections, placement.kernels]
-
-
-def test_a_step_does_not_copy_the_cache():
-    made, placement = unrolled(model()), generate_placement.decode_placement(model(), generate_placement.FIRST_DEVICE)
-    branches = Sampling().branches
-    state = decode._prefilled(made, PROMPTS, STEPS, None, branches, placement)
-    keys = jax.vmap(jax.random.key)(np.zeros(len(PROMPTS), np.uint32))
-    block = decode.Block(keys, jax.tree.map(np.float32, Sampling()), np.array(UNUSED, np.int32), np.int32(2))
-    lowered = decode._decode.lower(made, state, block, size=BLOCK, branches=branches, placement=placement)
-    text = lowered.compile().as_text()
-    shape = ",".join(map(str, state.cache.layers[0].kv.k_btx.shape))
-    assert f"f32[{shape}]" in text
-    assert not re.findall(rf"= f32\[{shape}\]\S* (?:copy|transpose)\(.*", text)
+def test_rows_that_a_caller_leaves_are_cancelled():
+    engine = Engine(model(), slots=3, length=7 + STEPS, stop_tokens=UNUSED)
+    blocks = continuations(engine, PROMPTS, STEPS, block=3)
+    first = next(blocks)
+    blocks.close()
+    first_tokens, second_tokens, _ = continued()
+    assert [row.tokens for row in first] == [first_tokens[:4], second_tokens[:4], []]  # a prompt of two chunks
+    assert not engine.busy
+    assert [row.tokens for row in list(continuations(engine, PROMPTS, STEPS))[-1]] == continued()
 
 
 def test_an_unrolled_model_generates_the_same_and_is_not_exported(tmp_path):
@@ -233,7 +162,7 @@ def test_prompts_can_be_arrays():
 @pytest.mark.parametrize(
     ("prompts", "steps", "options", "match"),
     [
-        ([], 1, {}, "A prompt is empty"),
+        ([], 1, {}, "There is no prompt"),
         ([[1], []], 1, {}, "A prompt is empty"),
         ([[1], [2, 300]], 1, {}, "A prompt contains token 300, but tokens must be from 0 to 299"),
         ([[-1]], 1, {}, "contains token -1"),

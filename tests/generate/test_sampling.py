@@ -13,7 +13,7 @@ from zaya_jax.generate.sampling import Sampling, draw, keep_likely
 VOCAB, DRAWS = 24, 20_000
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
 OCCURRED = np.random.default_rng(1).random(VOCAB) < 0.3
-_draw = jax.jit(draw, static_argnames="branches")
+_draw = jax.jit(draw)
 _keep = jax.jit(keep_likely, static_argnums=2)
 
 
@@ -33,6 +33,10 @@ def expected(logits, sampling, occurred):
     return probabilities / probabilities.sum()
 
 
+def of_rows(samplings):
+    return Sampling(*np.array(samplings, np.float32).T)
+
+
 def rows(values, count):
     return jnp.broadcast_to(jnp.asarray(values), (count, VOCAB))
 
@@ -47,8 +51,7 @@ def rows(values, count):
 )  # fmt: skip
 def test_draws_follow_the_distribution(sampling):
     keys = jax.random.split(jax.random.key(3), DRAWS)
-    occurred = rows(OCCURRED, DRAWS) if sampling.branches.penalizes else None
-    tokens, logprobs = _draw(rows(LOGITS, DRAWS), keys, sampling, branches=sampling.branches, occurred_bv=occurred)
+    tokens, logprobs = _draw(rows(LOGITS, DRAWS), keys, of_rows([sampling] * DRAWS), rows(OCCURRED, DRAWS))
     means = expected(LOGITS, sampling, OCCURRED) * DRAWS
     counts = np.bincount(tokens, minlength=VOCAB)
     assert counts[means == 0].sum() == 0
@@ -67,7 +70,7 @@ def test_draws_follow_the_distribution(sampling):
 def test_the_tokens_that_are_kept_are_those_of_the_definition(seed, temperature, top_k, top_p, min_p):
     logits = np.random.default_rng(seed).normal(0, 2, VOCAB).astype(np.float32)
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    kept = _keep(jnp.asarray(logits / temperature)[None], jax.tree.map(np.float32, sampling), sampling.branches.sorts)
+    kept = _keep(jnp.asarray(logits / temperature)[None], jax.tree.map(np.float32, sampling), top_k > 0 or top_p < 1)
     np.testing.assert_array_equal(np.isfinite(kept)[0], expected(logits, sampling, np.zeros(VOCAB, bool)) > 0)
 
 
@@ -77,6 +80,21 @@ def test_greedy_takes_the_likeliest_after_the_penalty():
     keys = jax.random.split(jax.random.key(0), 1)
     for penalty, token in ((1.0, 3), (1.2, 7), (0.9, 3)):
         sampling = Sampling(repetition_penalty=penalty)
-        seen = rows(np.arange(VOCAB) == 3, 1) if sampling.branches.penalizes else None
-        (result,), _ = _draw(rows(logits, 1), keys, sampling, branches=sampling.branches, occurred_bv=seen)
+        (result,), _ = _draw(rows(logits, 1), keys, of_rows([sampling]), rows(np.arange(VOCAB) == 3, 1))
         assert result == token
+
+
+SETTINGS = st.builds(Sampling, st.sampled_from([0.0, 0.7, 2.0]), st.sampled_from([0, 3]), st.sampled_from([0.6, 1.0]),
+                     st.sampled_from([0.0, 0.2]), st.sampled_from([1.0, 1.5]))  # fmt: skip
+
+
+@settings(max_examples=20)
+@given(samplings=st.lists(SETTINGS, min_size=3, max_size=3), seed=st.integers(0, 99))
+def test_a_row_is_drawn_as_if_the_others_had_its_settings(samplings, seed):
+    rng = np.random.default_rng(seed)
+    logits, occurred = rng.normal(0, 2, (3, VOCAB)).astype(np.float32), rng.random((3, VOCAB)) < 0.3
+    keys = jax.random.split(jax.random.key(seed), 3)
+    together = _draw(logits, keys, of_rows(samplings), occurred)
+    for row, sampling in enumerate(samplings):
+        alike = _draw(logits, keys, of_rows([sampling] * 3), occurred)
+        np.testing.assert_array_equal([x[row] for x in together], [x[row] for x in alike])

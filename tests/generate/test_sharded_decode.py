@@ -2,24 +2,26 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 
+from tests.generate.engine_helpers import patch_engine
 from tests.helpers import assert_close, random_model, tiny_config
 from tests.hlo_helpers import collectives
-from tests.train_helpers import fast_jit, on_devices
+from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
-from zaya_jax.generate import decode
+from zaya_jax.generate.decode import continuations
+from zaya_jax.generate.engine import Continuation, Engine, make_rows
 from zaya_jax.generate.placement import decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.lab.predict.compilers.hlo import arrays
 from zaya_jax.model.attention import KeyValues
 
-STEPS, BLOCK, CHUNK = 9, 4, 4
+STEPS, BLOCK = 9, 4
 PROMPTS = [[5, 17, 25], [9], [3, 3, 8, 12, 30, 7, 29]]  # no layout divides them
 SEEDS = [4, 11, 7]
 HOT = Sampling(temperature=2.0, top_p=0.95, repetition_penalty=1.3)
@@ -30,7 +32,6 @@ FULL = [kind.window is None for kind in CONFIG.layer_kinds * CONFIG.num_groups]
 LAYOUTS = {"one": (1, 1), "data4_context2": (4, 2), "data2": (2, 1), "context4": (1, 4)}
 SHARDED = [name if name == "data4_context2" else pytest.param(name, marks=pytest.mark.soak)
            for name in LAYOUTS if name != "one"]  # fmt: skip
-_STATIC = {"_prefill": ("placement",), "_decode": ("size", "branches", "placement")}
 
 
 class Generated(NamedTuple):
@@ -38,18 +39,16 @@ class Generated(NamedTuple):
 
     Attributes:
       rows: the continuations.
-      logits: fp32 [1 + blocks, rows, v], after the prompts and after each block.
-      steps: the number of tokens that each device counts, after each block.
       kv: keys and values [rows, slots, k·c] of each layer at the end.
       kv_bytes: the bytes of each on each device.
-      hlo: the compiled `_decode`.
+      state_bytes: those of the whole state, and how many the engine announced.
+      hlo: the compiled decode program.
     """
 
-    rows: list[decode.Continuation]
-    logits: np.ndarray
-    steps: list[list[int]]
+    rows: list[Continuation]
     kv: list[np.ndarray]
     kv_bytes: list[list[int]]
+    state_bytes: tuple[list[int], int]
     hlo: str
 
     @property
@@ -57,36 +56,14 @@ class Generated(NamedTuple):
         return [row.tokens for row in self.rows]
 
 
-class Recorder:
-    """`_prefill` or `_decode`, whose program and states are kept; each program is compiled once."""
-
-    def __init__(self, name: str) -> None:
-        self.function = fast_jit(getattr(decode, name).__wrapped__, static_argnames=_STATIC[name], donate_argnums=1)
-        self.programs: dict[Any, Any] = {}
-        self.hlo, self.logits = "", []
-
-    def __call__(self, model: Any, state: Any, *arguments: Any, **static: Any) -> Any:
-        key = tuple(static.values())
-        if key not in self.programs:
-            self.programs[key] = self.function.lower(model, state, *arguments, **static).compile()
-            self.hlo = self.programs[key].as_text()
-        if not self.logits and isinstance(state, decode.DecodeState):
-            self.logits.append(np.array(state.logits_bv))  # after the prompts
-        self.state, *rest = self.programs[key](model, state, *arguments)
-        self.logits.append(np.array(getattr(self.state, "logits_bv", 0)))
-        return self.state, *rest
-
-
 def generate_on(layout):
     """`Generated` by kind on one layout: to the end, and where the stop token of `stop_token` ends rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "CHUNK", CHUNK)
-        for name in _STATIC:
-            patch.setattr(decode, name, Recorder(name))
+        patch_engine(patch)
         model, (data, context) = random_model(CONFIG), LAYOUTS[layout]
-        run = functools.partial(_generated, decode_placement(model, ParallelConfig(data=data, context=context)), model)
-        whole = run()
-        return {"whole": whole, "stopped": run(stop_tokens=[stop_token(whole)])}
+        placement = decode_placement(model, ParallelConfig(data=data, context=context))
+        whole = generated(model, placement, -1)
+        return {"whole": whole, "stopped": generated(model, placement, stop_token(whole))}
 
 
 def stop_token(whole):
@@ -95,18 +72,20 @@ def stop_token(whole):
     return next(token for token in first if token not in second)
 
 
-def _generated(placement, model, **options):
-    recorder, steps, last = decode._decode, [], []
-    recorder.logits = []
-    for rows in decode.continuations(model, PROMPTS, STEPS, HOT, seeds=SEEDS, placement=placement, block=BLOCK,
-                                     **options):  # fmt: skip
-        last = rows
-        steps.append([int(shard.data) for shard in recorder.state.step.addressable_shards])
-    layers = jax.tree.leaves(recorder.state.cache.layers, is_leaf=lambda x: isinstance(x, KeyValues))
+def generated(model, placement, stop):
+    engine = Engine(model, placement, slots=3, length=16, stop_tokens=[stop] if stop >= 0 else [])
+    slots = list(engine._free)[: len(PROMPTS)]
+    *_, rows = continuations(engine, PROMPTS, STEPS, HOT, seeds=SEEDS, block=BLOCK)
+    layers = jax.tree.leaves(engine._state.cache.layers, is_leaf=lambda x: isinstance(x, KeyValues))
     kv = [x for layer in layers if isinstance(layer, KeyValues) for x in layer]
-    count = len(PROMPTS)
-    return Generated(last, np.stack([x[:count] for x in recorder.logits]), steps, [np.array(x)[:count] for x in kv],
-                     [[shard.data.nbytes for shard in x.addressable_shards] for x in kv], recorder.hlo)  # fmt: skip
+    arguments = make_rows([None] * engine.slots, [0] * engine.slots, [0] * engine.slots), np.array([-1], np.int32)
+    leaves, programs = engine._compiled
+    hlo = programs.decode.lower(leaves, engine._state, *arguments, np.int32(1)).compile().as_text()
+    state = [sum(x.addressable_shards[device].data.nbytes for x in jax.tree.leaves(engine._state))
+             for device in range(placement.mesh.size)]  # fmt: skip
+    return Generated(rows, [np.array(x)[slots] for x in kv],
+                     [[shard.data.nbytes for shard in x.addressable_shards] for x in kv],
+                     (state, engine.cache_bytes), hlo)  # fmt: skip
 
 
 def on(layout, kind="whole"):
@@ -123,18 +102,14 @@ def test_ragged_prompts_in_chunks_continue_as_on_one_device(layout):
     ours, one = on(layout), on("one")
     assert ours.tokens == one.tokens
     assert len({token for row in ours.tokens for token in row}) > 4
-    assert len(ours.logits) == 1 + math.ceil(STEPS / BLOCK)
-    assert_close(ours.logits, one.logits, 1e-5)
     assert_close([np.array(row.logprobs) for row in ours.rows], [np.array(row.logprobs) for row in one.rows], 1e-5)
 
 
 @pytest.mark.parametrize("layout", SHARDED)
-def test_the_loop_of_a_shard_ends_with_its_rows(layout):
+def test_rows_end_on_the_shards_that_have_them(layout):
     ours, one = on(layout, "stopped"), on("one", "stopped")
     assert [(row.tokens, row.stopped) for row in ours.rows] == [(row.tokens, row.stopped) for row in one.rows]
     assert [row.stopped for row in one.rows[:2]] == [True, False]
-    devices = math.prod(LAYOUTS[layout])
-    assert ours.steps == [[min(end, STEPS)] * devices for end in range(BLOCK, STEPS + BLOCK, BLOCK)]
 
 
 @pytest.mark.parametrize("layout", SHARDED)
@@ -162,7 +137,9 @@ def test_each_device_holds_its_slots_of_its_rows(layout):
         (whole,) = one.kv_bytes[index]
         share = whole // len(PROMPTS) * rows // (context if FULL[index // 2] else 1)  # keys, then values
         assert ours.kv_bytes[index] == [share] * (data * context)
-    assert [kv.shape[1] for kv in one.kv[::2]] == [32 if full else CONFIG.sliding_window for full in FULL]
+    assert [kv.shape[1] for kv in one.kv[::2]] == [16 if full else CONFIG.sliding_window for full in FULL]
+    announced = [[size] * len(states) for states, size in (ours.state_bytes, one.state_bytes)]
+    assert announced == [ours.state_bytes[0], one.state_bytes[0]]
 
 
 @pytest.mark.parametrize(

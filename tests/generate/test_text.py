@@ -16,7 +16,7 @@ from zaya_jax.data.tokenizer import EOT_TEXT, train_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.generate import text as module
 from zaya_jax.generate.chat import Chat
-from zaya_jax.generate.decode import Continuation
+from zaya_jax.generate.engine import Continuation, Engine
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel
@@ -35,6 +35,12 @@ def tokenizer():
 def model():
     """Its shapes alone: all texts are drawn by stand-ins."""
     return abstract_model(change(MODEL, {"max_positions": 256}))
+
+
+@functools.cache
+def engine():
+    placement = decode_placement(model(), FIRST_DEVICE)
+    return Engine(model(), placement, slots=1, length=1, stop_tokens=[tokenizer().eot])
 
 
 @pytest.fixture
@@ -64,8 +70,8 @@ def answers(monkeypatch):
 def test_a_text_is_what_its_tokens_say_and_rows_have_their_own_seeds(monkeypatch):
     prompts, calls = ["the model", "", "a table of rows"], []
 
-    def continuations(_model, rows, most, sampling, *, seeds, stop_tokens, **options):
-        calls.append((rows, most, sampling, seeds, stop_tokens, options))
+    def continuations(engine, rows, most, sampling, *, seeds, **options):
+        calls.append((rows, most, sampling, seeds, engine._stops, options))
         for count in (1, 2):
             tokens = [[row[-1], seed][:count] for row, seed in zip(rows, seeds, strict=True)]
             yield [Continuation(row, [-1.0] * count, stopped=False) for row in tokens]
@@ -76,11 +82,11 @@ def test_a_text_is_what_its_tokens_say_and_rows_have_their_own_seeds(monkeypatch
     hot, seeds = Sampling(1.5), [70, 71, 72]
     texts = generate_text(model(), tokenizer(), prompts, STEPS, hot, seeds=seeds)
     assert texts == [tokenizer().decode([row[-1], seed]) for row, seed in zip(encoded, seeds, strict=True)]
-    *_, rows = stream_text(model(), tokenizer(), encoded, STEPS, hot, seeds=seeds, block=2)
+    *_, rows = stream_text(engine(), tokenizer(), encoded, STEPS, hot, seeds=seeds, block=2)
     assert [row.text for row in rows] == texts
     assert [(row.logprobs, row.stopped) for row in rows] == [([-1.0, -1.0], False)] * 3
     for call, block in zip(calls, ({}, {"block": 2}), strict=True):
-        assert call == (encoded, STEPS, hot, seeds, [tokenizer().eot], {"stopped": None, **block})
+        assert call == (encoded, STEPS, hot, seeds, {tokenizer().eot}, {"stopped": None, **block})
 
 
 def streamed(tokens, prompt, drawn, stop, block):
@@ -95,7 +101,7 @@ def streamed(tokens, prompt, drawn, stop, block):
                     return
 
         patch.setattr(module, "continuations", continuations)
-        return [row.text for (row,) in stream_text(model(), tokens, [prompt], 99, stop=stop, block=block)]
+        return [row.text for (row,) in stream_text(engine(), tokens, [prompt], 99, stop=stop, block=block)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

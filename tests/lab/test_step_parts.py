@@ -19,7 +19,8 @@ from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import heldout
-from zaya_jax.generate.decode import BLOCK, compile_generation
+from zaya_jax.generate.compiled import compile_generation
+from zaya_jax.generate.steps import BLOCK
 from zaya_jax.lab.measure import step_parts as module
 from zaya_jax.lab.measure.step_parts import check_largest_batch, trace_rows
 from zaya_jax.lab.measure.step_trace import Interval, Trace, attribute
@@ -198,7 +199,7 @@ def test_a_prompt_and_a_decode_step_are_broken_down(monkeypatch, tmp_path, capsy
         assert main([*arguments, "--work", work, "--output", str(output), "--png", str(png)]) == 0
         result = json.loads(output.read_text())
         assert (result["steps"], result["benchmark"].split()[0]) == (steps, work)
-        assert "2 × 128 tokens" in result["size"]  # rounded up to a whole chunk
+        assert "2 × 96 tokens" in result["size"]  # rounded up to a whole chunk
         assert {"attention", "cca_mix", "experts", "router", "loss"} <= set(result["parts"]) <= {*PARTS, OTHER}
         measured = sum(row["measured"] for row in result["parts"].values())
         assert measured + result["unattributed"] == pytest.approx(result["seconds"], abs=1e-4)

@@ -56,17 +56,20 @@ def test_advance_keeps_the_last_rows(rows, new):
     rng = np.random.default_rng(1)
     before = filled(rows)
     u, delayed = rng.normal(size=(2, new, 3, 4)).astype(np.float32), rng.normal(size=(2, new, 2)).astype(np.float32)
-    after = before.advance(before.kv, u, delayed)
+    kept = rng.integers(0, new + 1, 2)  # of each row
+    after = before.advance(before.kv, u, delayed, kept)
     assert after.kv is before.kv
-    seen = np.concatenate([before.u_bwnc, u], 1)
-    np.testing.assert_array_equal(after.u_bwnc, seen[:, seen.shape[1] - rows :])
-    np.testing.assert_array_equal(after.delayed_b1x, delayed[:, -1:])
+    for row, count in enumerate(kept):
+        seen = np.concatenate([before.u_bwnc[row], u[row, :count]])
+        np.testing.assert_array_equal(after.u_bwnc[row], seen[len(seen) - rows :])
+        last = np.concatenate([before.delayed_b1x[row], delayed[row, :count]])[-1:]
+        np.testing.assert_array_equal(after.delayed_b1x[row], last)
 
 
 def test_the_tail_stays_float32():
     low = jnp.ones((2, 1, 3, 4), jnp.bfloat16)
     before = filled(2)
-    after = before.advance(before.kv, low, low[:, :, 0, :2])
+    after = before.advance(before.kv, low, low[:, :, 0, :2], np.ones(2, int))
     chex.assert_type(jax.tree.leaves(after), jnp.float32)
 
 
@@ -76,8 +79,10 @@ def test_the_halo_holds_the_documents_of_its_rows(rows):
     layer = filled(rows)
     width = max(rows, 1)  # the value shift looks one token back whatever the kernels
     for length in (0, 1, 2, 5):
-        halo = layer.halo(segments, jnp.asarray(length))
-        expected = np.pad(segments, ((0, 0), (width, 0)))[:, length : length + width]
+        lengths = [length, 5 - length]
+        halo = layer.halo(segments, jnp.asarray(lengths))
+        padded = np.pad(segments, ((0, 0), (width, 0)))
+        expected = [row[start : start + width] for row, start in zip(padded, lengths, strict=True)]
         np.testing.assert_array_equal(halo.segments_bw, expected)
         np.testing.assert_array_equal(halo.u_bwnc, layer.u_bwnc)
         np.testing.assert_array_equal(halo.delayed_b1x, layer.delayed_b1x)

@@ -180,6 +180,25 @@ def decoded(emulated, window):
     return jit(call)
 
 
+@settings(max_examples=5)
+@given(seed=seeds(), ends=st.lists(st.sampled_from([0, 1, TILE - 1, TILE, 70, 149]), min_size=3, max_size=3))
+def test_rows_of_a_decode_step_have_lengths_of_their_own(seed, ends):
+    """Only keys of a row's own tiles are read, and other rows' lengths do not change its bits."""
+    case = Case(3, 1, 150, 6, 2, 16, None)
+    q, k, v, _ = draw_arrays(seed, case)
+    offset_b, places = np.array(ends, np.int32), np.arange(case.t)
+    query_segments, key_segments = np.ones((3, 1), np.int32), (places <= offset_b[:, None]).astype(np.int32)
+    with jax.enable_x64(True):
+        expected = exact(decoded(False, None)(*exact((q, k, v)), query_segments, key_segments, offset_b))
+    past = places >= -(-(offset_b[:, None] + 1) // TILE) * TILE
+    k, v = (np.where(past[:, :, None, None], np.float32(np.nan), x) for x in (k, v))
+    out = decoded(True, None)(q, k, v, query_segments, key_segments, offset_b)
+    check(out, expected, TOLERANCE[F32][0])
+    others = np.where(np.arange(3) == 1, offset_b, 3)
+    alike = decoded(True, None)(q, k, v, query_segments, key_segments, np.minimum(others, offset_b))
+    np.testing.assert_array_equal(alike[1], out[1])
+
+
 @pytest.mark.parametrize("window", [None, pytest.param(TILE + 1, marks=pytest.mark.soak)])
 @settings(max_examples=5)
 @given(data=st.data(), seed=seeds())

@@ -1,7 +1,6 @@
 """Attention to a cache whose slots are split over devices, against attention to the whole sequence."""
 
 import functools
-import itertools
 
 import jax
 import numpy as np
@@ -17,13 +16,13 @@ from zaya_jax.parallel.mesh import make_mesh
 
 B, T, H, K, C = 2, 23, 4, 2, 8
 DEVICES, SLOTS = 3, 8  # on each, one slot more than there are tokens
-SIZES = [(10, 1, 1, 10, 1), (10, 10, 1, 1, 1)]  # more than a device has slots, on two devices and on three
+SIZES = [(10, 1, 1, 10, 1, 1, 1), (10, 10, 1, 1, 1, 1, 1)]  # more than a device has slots, on two devices and on three
 
 
 def drawn():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(B, T, heads, C)).astype(np.float32) for heads in (H, K, K))
-    segments = (np.arange(T) >= np.array([[3], [11]])).astype(np.int32) * (1 + (np.arange(T) >= T - 5))
+    segments = (1 + (np.arange(T) >= np.array([[3], [11]]))).astype(np.int32)
     return q, k, v, segments
 
 
@@ -35,18 +34,27 @@ def step_by_step(sizes):
     @fast_jit
     @functools.partial(jax.shard_map, mesh=mesh, check_vma=False, out_specs=(none, split),
                        in_specs=(none, none, none, split, none, none, none))  # fmt: skip
-    def step(q, k, v, cache, segments, seen, length):
+    def step(q, k, v, cache, segments, seen, length_b):
         ours = tree_cached_attention(partial_attention, cached_attention)
-        return ours(attention, AttentionInputs(q, k, v, segments, seen, length), cache)
+        return ours(attention, AttentionInputs(q, k, v, segments, seen, length_b), cache)
 
-    outs, seen = [], np.zeros((B, T), np.int32)
+    seen = np.zeros((B, T), np.int32)
     cache = tuple(np.zeros((B, DEVICES * SLOTS, K * C), np.float32) for _ in range(2))
-    for start, end in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
-        new = slice(start, end)
-        out, cache = step(q[:, new], k[:, new], v[:, new], cache, segments[:, new], seen, start)
-        outs.append(np.array(out))
-        seen[:, new] = segments[:, new]
-    return np.concatenate(outs, 1), jax.device_get(cache)
+    outs, lengths = np.zeros(q.shape, np.float32), np.zeros(B, np.int32)
+    for size in sizes:
+        # The second row gets a token less of several, and the rest at the end.
+        counts = np.minimum([size, size - (size > 1)], T - lengths)
+        pieces = [np.zeros((B, size, *x.shape[2:]), x.dtype) for x in (q, k, v, segments)]
+        for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
+            for piece, x in zip(pieces, (q, k, v, segments), strict=True):
+                piece[row, :count] = x[row, start : start + count]
+            seen[row, start : start + count] = segments[row, start : start + count]
+        out, cache = step(*pieces[:3], cache, pieces[3], seen, lengths)
+        for row, (start, count) in enumerate(zip(lengths, counts, strict=True)):
+            outs[row, start : start + count] = out[row, :count]
+        lengths = lengths + counts
+    assert lengths.tolist() == [T] * B
+    return outs, jax.device_get(cache)
 
 
 def both():

@@ -53,8 +53,8 @@ class ZayaLM(LM):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Open a model, see `open_text_model`. The parameters are what lm-eval's users write into --model_args.
 
-        A device gets so many `tokens` in a forward pass, and `rows` prompts in a batch of continuations, which `seed`
-        draws. Inputs have at most `max_length` tokens, by default the model's positions. Contexts begin with the token
+        A device gets so many `tokens` in a forward pass, and continues `rows` prompts together, with random streams of
+        `seed`. Inputs have at most `max_length` tokens, by default the model's positions. Contexts begin with the token
         that begins a document if `add_bos`, by default if `add_bos_token` of the tokenizer's configuration is not
         false. Answers begin after the text `think_end`, such as </think>, or with the continuation if it is None.
         """

@@ -136,13 +136,17 @@ def _undecoded(text: str) -> int:
 
 
 def _continue(options: argparse.Namespace, opened: Any, prompts: list[str], encode: Encode) -> None:
+    from zaya_jax.generate.decode import reserve_slots
     from zaya_jax.run.progress import show_status
+    from zaya_jax.run.table import size_text
 
     shown = [""] * len(prompts) if options.message else prompts
     alone, printed, rows = len(prompts) == 1 and not options.logprobs, 0, []
     seeds, encoded = range(options.seed, options.seed + len(prompts)), list(map(encode, prompts))
-    blocks = opened.stream(encoded, options.max_new_tokens, seeds=seeds, stop=options.stop)
-    with show_status("generating the first tokens"):
+    engine = opened.make_engine()
+    reserve_slots(engine, encoded, options.max_new_tokens)
+    blocks = opened.stream(engine, encoded, options.max_new_tokens, seeds=seeds, stop=options.stop)
+    with show_status(f"generating the first tokens; the cache takes {size_text(engine.cache_bytes)} on a device"):
         first = next(blocks)
     for rows in itertools.chain([first], blocks):
         if not is_output_read():
@@ -168,11 +172,11 @@ def _rsa(options: argparse.Namespace, opened: Any, prompts: list[str], encode: E
 
     settings = MarkovianRSA(*options.rsa)
     settings.check("--rsa ")
-    finished: list[str] = []
+    finished, engine = list[str](), opened.make_engine()
 
     def write(texts: Sequence[str], seeds: Sequence[int]) -> list[list[int]]:
         encoded = [encode(text) for text in texts]
-        blocks = opened.stream(encoded, options.max_new_tokens, seeds=seeds, stop=options.stop)
+        blocks = opened.stream(engine, encoded, options.max_new_tokens, seeds=seeds, stop=options.stop)
         rows = collections.deque(blocks, maxlen=1).pop()
         finished.extend(row.text for row in rows)
         print(f"{len(finished)} candidates", file=sys.stderr)

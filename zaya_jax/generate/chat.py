@@ -27,6 +27,7 @@ class Chat:
         `seed` is that of the first answer; each later answer has the next one.
         """
         self._opened, self._max_new_tokens, self._seed = opened._replace(sampling=sampling), max_new_tokens, seed
+        self._engine = opened.make_engine()
         self._system: Conversation = [] if system is None else [{"role": "system", "content": system}]
         self.conversation: Conversation = list(self._system)  # the messages so far
         _, after = _around_answer(opened, [{"role": "user", "content": "a"}])
@@ -57,7 +58,8 @@ class Chat:
         answer = ""
         try:
             new = min(self._max_new_tokens, room)
-            for (row,) in opened.stream([tokens], new, seeds=[self._seed], stop=self.stop, block=_BLOCK):
+            options = {"seeds": [self._seed], "stop": self.stop, "block": _BLOCK}
+            for (row,) in opened.stream(self._engine, [tokens], new, **options):
                 answer = row.text
                 yield row
         finally:  # keep the part of an interrupted answer that was yielded

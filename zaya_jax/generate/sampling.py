@@ -1,7 +1,8 @@
 """Draw tokens from logits: temperature, top-k, top-p, min-p and repetition penalty, with a random stream per row."""
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,38 +41,33 @@ class Sampling(NamedTuple):
         for name, value, (holds, allowed) in zip(names, self, rules, strict=True):
             require(holds, name, value, allowed)
 
-    @property
-    def branches(self) -> "Branches":
-        """The operations that `draw` needs."""
-        greedy = self.temperature == 0
-        return Branches(greedy, not greedy and (self.top_k > 0 or self.top_p < 1), self.repetition_penalty != 1)
-
-
-class Branches(NamedTuple):
-    """The static part of sampling; the values of `Sampling` are arguments, so that other values need no compilation."""
-
-    greedy: bool  # take the most likely token
-    sorts: bool  # keep the most likely tokens by number or by probability, which sorts the vocabulary
-    penalizes: bool  # keep track of which tokens occurred
-
 
 def draw(
-    logits_bv: jax.Array, keys_b: jax.Array, sampling: Sampling, branches: Branches, occurred_bv: jax.Array | None
+    logits_bv: jax.Array, keys_b: jax.Array, sampling: Sampling, occurred_bv: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw a token for each row of fp32 logits, with its random key; the values of `sampling` may be traced.
+    """Draw a token for each row of fp32 logits, with its random key and its `sampling`, whose values are arrays [b].
 
-    `occurred_bv`, bool, says which tokens occurred in the row; None without a repetition penalty. Returns int32 [b]
-    tokens, and their fp32 [b] log-probabilities under the model (of `logits_bv` as they are).
+    `occurred_bv`, bool, says which tokens occurred in the row. Returns int32 [b] tokens, and their fp32 [b]
+    log-probabilities under the model (of `logits_bv` as they are). Both depend on their own row only. What no row needs
+    is not computed: sorting the vocabulary, or random numbers.
     """
-    scores = logits_bv
-    if occurred_bv is not None:
-        penalty = sampling.repetition_penalty
-        scores = jnp.where(occurred_bv, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
-    if branches.greedy:
-        token_b = jnp.argmax(scores, -1).astype(jnp.int32)
-    else:
-        kept = keep_likely(scores / jnp.maximum(sampling.temperature, _COLDEST), sampling, branches.sorts)
+    column: Any = jax.tree.map(lambda value_b: jnp.reshape(value_b, (-1, 1)), sampling)
+    temperature, top_k, top_p, _, penalty = column
+
+    def likeliest(scores: jax.Array) -> jax.Array:
+        return jnp.argmax(scores, -1).astype(jnp.int32)
+
+    def drawn(sorts: bool, logits_bv: jax.Array) -> jax.Array:
+        penalized = jnp.where(logits_bv > 0, logits_bv / penalty, logits_bv * penalty)
+        scores = jnp.where(occurred_bv, penalized, logits_bv)
+        kept = keep_likely(scores / jnp.maximum(temperature, _COLDEST), column, sorts)
         token_b = jax.vmap(jax.random.categorical)(keys_b, kept).astype(jnp.int32)
+        return jnp.where(temperature[:, 0] == 0, likeliest(scores), token_b)
+
+    greedy = temperature == 0
+    sorts, plain = (~greedy & ((top_k > 0) | (top_p < 1))).any(), (greedy & (penalty == 1)).all()
+    ways = [likeliest, functools.partial(drawn, False), functools.partial(drawn, True)]
+    token_b = jax.lax.switch(jnp.where(plain, 0, jnp.where(sorts, 2, 1)), ways, logits_bv)
     chosen_b = jnp.take_along_axis(logits_bv, token_b[:, None], -1)[:, 0]
     return token_b, chosen_b - jax.nn.logsumexp(logits_bv, -1)
 

@@ -13,6 +13,7 @@ from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens, other_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, end_tokens, load_tokenizer, read_beside, tokenizer_path
 from zaya_jax.errors import InputError
+from zaya_jax.generate.engine import Engine
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.text import TextContinuation, stream_text
@@ -41,12 +42,15 @@ class TextModel(NamedTuple):
     adds_bos: bool = True  # whether texts begin with the token that begins a document, see `find_special_tokens`
     others: dict[str, str] | None = None  # more special tokens that templates receive, by name
 
+    def make_engine(self) -> Engine:
+        """Make an engine for `stream`, which reserves its slots."""
+        return Engine(self.model, self.placement, slots=1, length=1, stop_tokens=self.stop_tokens)
+
     def stream(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
+        self, engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
     ) -> Iterator[list[TextContinuation]]:
         """Continue prompts with the model's sampling; `options` are the other arguments of `text.stream_text`."""
-        options |= {"stop_tokens": self.stop_tokens, "placement": self.placement}
-        return stream_text(self.model, self.tokenizer, prompts, max_new_tokens, self.sampling, **options)
+        return stream_text(engine, self.tokenizer, prompts, max_new_tokens, self.sampling, **options)
 
 
 def open_text_model(

@@ -1,14 +1,17 @@
 """Generate text from text: prompts are encoded, and continuations decoded as they grow, up to a stop string."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.generate.decode import Continuation, continuations
+from zaya_jax.generate.decode import continuations
+from zaya_jax.generate.engine import Continuation, Engine
 from zaya_jax.generate.sampling import Sampling
+from zaya_jax.generate.steps import BLOCK
 from zaya_jax.model.zaya import Zaya
+from zaya_jax.parallel.placement import Placement
 
 _UNKNOWN = "\ufffd"  # of bytes that are not UTF-8, such as the first bytes of a character
 
@@ -24,12 +27,23 @@ class TextContinuation(NamedTuple):
     stopped: bool  # whether a stop token or stop string ended it
 
 
+_NOTHING = TextContinuation("", [], [], stopped=False)
+
+
 def generate_text(
-    model: Zaya, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 256, *args: Any, **options: Any
-) -> list[str]:
-    """Generate a continuation of each prompt; `sampling`, `stop` and others are the arguments of `stream_text`."""
+    model: Zaya, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 256,
+    sampling: Sampling | None = None, *, stop_tokens: Iterable[int] | None = None, placement: Placement | None = None,
+    **options: Any,
+) -> list[str]:  # fmt: skip
+    """Generate a continuation of each prompt.
+
+    `stop_tokens`, by default the tokenizer's end of a document, and `placement` are those of `Engine`, `options` those
+    of `stream_text`.
+    """
+    stops = [tokenizer.eot] if stop_tokens is None else stop_tokens
+    engine = Engine(model, placement, slots=1, length=1, stop_tokens=stops)
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    texts = stream_text(model, tokenizer, encoded, max_new_tokens, *args, **options)
+    texts = stream_text(engine, tokenizer, encoded, max_new_tokens, sampling, **options)
     return [row.text for row in deque(texts, maxlen=1).pop()]
 
 
@@ -39,7 +53,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def stream_text(
-    model: Zaya,
+    engine: Engine,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -51,20 +65,31 @@ def stream_text(
     """Yield the continuations so far, after each block of tokens, until all have ended.
 
     The arguments and `options` are those of `decode.continuations`, which says what raises `InputError`; prompts are
-    token ids, see `encode_prompt`. Texts in `stop`, none of them empty, end a continuation before them, and so do
-    `stop_tokens`, by default the tokenizer's end of a document.
+    token ids, see `encode_prompt`. Texts in `stop`, none of them empty, end a continuation before them, and so do the
+    engine's stop tokens.
     """
     if not all(stop):
         raise InputError("A stop string is empty, but must have at least one character.")
 
-    def holds_stop(index: int, tokens: list[int]) -> bool:
-        text = tokenizer.decode_after(prompts[index], tokens)
-        return any(end in text for end in stop)
+    def stopped(index: int, tokens: list[int]) -> bool:
+        return holds_stop(tokenizer, prompts[index], tokens, stop)
 
-    options = {"stop_tokens": [tokenizer.eot], "stopped": holds_stop if stop else None, **options}
-    for rows in continuations(model, prompts, max_new_tokens, sampling, **options):
-        ended = [row.stopped or len(row.tokens) == max_new_tokens for row in rows]
-        yield [_shown(tokenizer, *row, stop) for row in zip(prompts, rows, ended, strict=True)]
+    before, shown = [None] * len(prompts), [_NOTHING] * len(prompts)
+    for rows in continuations(engine, prompts, max_new_tokens, sampling, stopped=stopped if stop else None, **options):
+        for index, row in enumerate(rows):
+            if row is not before[index]:
+                ended = row.stopped or len(row.tokens) == max_new_tokens
+                shown[index] = _shown(tokenizer, prompts[index], row, ended, stop)
+        before = rows
+        yield list(shown)
+
+
+def holds_stop(tokenizer: Tokenizer, prompt: Sequence[int], tokens: list[int], stop: Sequence[str]) -> bool:
+    """Return whether one of the stop texts is in the newest tokens after a prompt."""
+    # A text of n bytes has at most n tokens, and may begin before the tokens of the last block.
+    tail = BLOCK + 1 + max((len(text.encode()) for text in stop), default=0)
+    text = tokenizer.decode_after([*prompt, *tokens[:-tail]], tokens[-tail:])
+    return any(end in text for end in stop)
 
 
 def _shown(

@@ -31,10 +31,9 @@ class Context(NamedTuple):
     """The tokens as every layer sees them."""
 
     segments_bs: jax.Array  # int32 document of each token; 0 is padding
-    key_segments_bt: jax.Array  # int32 document of each key
+    key_segments_bt: jax.Array  # int32 document of each key; with a cache, of each place of a row, 0 where empty
     rotary: dict[float, tuple[jax.Array, jax.Array]]  # cos and sin tables by RoPE base
-    cached_segments_bt: jax.Array | None = None  # with a cache, the documents of its tokens, without the new ones
-    length: jax.Array | int = 0  # number of tokens in the cache
+    length_b: Any = 0  # with a cache, int32 [b], the number of tokens that each row has before the new ones
 
 
 class Attention(nnx.Module):
@@ -77,14 +76,13 @@ class Attention(nnx.Module):
 
         Returns [b, s, d] in the dtype of the queries, and the cache with the new keys and values (None without one).
         """
-        cached = cache is not None and context.cached_segments_bt is not None
-        keys = context.cached_segments_bt if cached else context.key_segments_bt
-        x = AttentionInputs(q_bshc, k_bskc, v_bskc, context.segments_bs, keys, context.length, self.layer.window)
-        if cached:
+        segments = context.segments_bs, context.key_segments_bt
+        x = AttentionInputs(q_bshc, k_bskc, v_bskc, *segments, context.length_b, self.layer.window)
+        if cache is None:
+            out_bshc = x.call(ops.attention)
+        else:
             out_bshc, kv = ops.cached_attention(ops.attention, x, cache)
             cache = KeyValues(*kv)
-        else:
-            out_bshc = x.call(ops.attention)
         merged, dtype = out_bshc.reshape(*q_bshc.shape[:2], -1), q_bshc.dtype
         out_bsd = checkpoint_name(merged @ self.output[...].astype(dtype), MATMUL_OUTPUT)
         if self.config.attention_bias:

@@ -12,6 +12,7 @@ from zaya_jax.model.attention import Attention, Context, KeyValues
 from zaya_jax.model.hf_names import HfTensor, linear, reshaped, same
 from zaya_jax.model.layers import param
 from zaya_jax.ops import Ops
+from zaya_jax.ops.cached_attention import count_kept, take_places
 from zaya_jax.ops.cca_mix import Halo, MixInputs, MixParts, MixWeights, unpacked
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
@@ -24,17 +25,21 @@ class CCACache(NamedTuple):
     u_bwnc: jax.Array  # the last w inputs of the convolutions, fp32 whatever the compute dtype (docs/reference.md §1.3)
     delayed_b1x: jax.Array  # the delayed half of the last value, fp32
 
-    def halo(self, cached_segments_bt: jax.Array, length: jax.Array | int) -> Halo:
-        """Return the rows before the next token, which has index `length`."""
-        rows = max(self.u_bwnc.shape[1], 1)
-        padded = jnp.pad(cached_segments_bt, ((0, 0), (rows, 0)))
-        return Halo(self.u_bwnc, jax.lax.dynamic_slice_in_dim(padded, length, rows, 1), self.delayed_b1x)
+    def halo(self, segments_bt: jax.Array, length_b: jax.Array) -> Halo:
+        """Return the rows before the next token, which has index `length_b` in its row."""
+        place_bw = length_b[:, None] + jnp.arange(-max(self.u_bwnc.shape[1], 1), 0)
+        return Halo(self.u_bwnc, take_places(segments_bt, place_bw), self.delayed_b1x)
 
-    def advance(self, kv: KeyValues, u_bsnc: jax.Array, delayed_bsx: jax.Array) -> "CCACache":
-        """Return the state after new tokens, whose keys and values are already in `kv`."""
-        tail = jnp.concatenate([self.u_bwnc, u_bsnc.astype(self.u_bwnc.dtype)], 1)
-        tail = tail[:, tail.shape[1] - self.u_bwnc.shape[1] :]
-        return CCACache(kv, tail, delayed_bsx[:, -1:].astype(self.delayed_b1x.dtype))
+    def advance(self, kv: KeyValues, u_bsnc: jax.Array, delayed_bsx: jax.Array, kept_b: jax.Array) -> "CCACache":
+        """Return the state after `kept_b` of the new tokens, whose keys and values are already in `kv`."""
+        return CCACache(kv, _last_rows(self.u_bwnc, u_bsnc, kept_b), _last_rows(self.delayed_b1x, delayed_bsx, kept_b))
+
+
+def _last_rows(before: jax.Array, new: jax.Array, kept_b: jax.Array) -> jax.Array:
+    """Return as many rows as `before` has, up to the last one kept of the rows that follow it."""
+    rows = jnp.concatenate([before, new.astype(before.dtype)], 1)
+    index = kept_b[:, None] + jnp.arange(before.shape[1])
+    return jnp.take_along_axis(rows, jnp.expand_dims(index, tuple(range(2, rows.ndim))), axis=1)
 
 
 class CCA(Attention):
@@ -65,16 +70,16 @@ class CCA(Attention):
         u_bsnc, _, delayed_bsx = unpacked(packed_bsy, heads, kv_heads, config.head_dim)
         delayed_bias = self.projection_bias[...][-(config.kv_size // 2) :] if config.attention_bias else None
         with part("cca_mix"):
-            if cache is None or context.cached_segments_bt is None:
+            if cache is None:
                 halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, config.convolution_reach)
             else:
-                halo = cache.halo(context.cached_segments_bt, context.length)
+                halo = cache.halo(context.key_segments_bt, context.length_b)
             rotary = context.rotary[self.layer.rope_base]
             x = MixInputs(packed_bsy, halo, context.segments_bs, rotary, self._weights(), delayed_bias)
             q, k, v = ops.cca_mix(x, MixParts(config.query_key_mean, config.value_shift))
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
         if cache is not None and kv is not None:
-            cache = cache.advance(kv, u_bsnc, delayed_bsx)
+            cache = cache.advance(kv, u_bsnc, delayed_bsx, count_kept(context.segments_bs))
         return out_bsd, cache
 
     def _weights(self) -> MixWeights:

@@ -22,6 +22,7 @@ from zaya_jax.model.hf_names import HfTensor, same, within
 from zaya_jax.model.layers import ResidualScaling, RMSNorm, merged_and_normed, param, rotary_table, segment_positions
 from zaya_jax.model.packing import pack_small
 from zaya_jax.ops import LOCAL, Ops
+from zaya_jax.ops.cached_attention import count_kept, new_slots, write_slots
 from zaya_jax.ops.embedding import embed
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.parts import LAYERS, part
@@ -40,15 +41,15 @@ ATTENTION = {"cca": CCA, "gqa": GQA, "gqa_qk_norm": GQA}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Decode state of the whole model after `length` tokens."""
+    """Decode state of the whole model, whose rows differ in length."""
 
     layers: tuple[Any, ...]  # for each layer, the state of `Attention.init_cache`
     segments_bt: jax.Array  # int32 document of each cached token; 0 where empty
-    length: jax.Array  # int32, number of tokens in the cache, the same for every row
+    length_b: jax.Array  # int32, number of tokens of each row
 
     @property
     def capacity(self) -> int:
-        """Number of tokens that the cache can hold."""
+        """Number of tokens that a row of the cache can hold."""
         return self.segments_bt.shape[1]
 
 
@@ -163,7 +164,8 @@ class Zaya(nnx.Module):
           positions: int32 [b, s]; None to count from the start of each document.
           ops: implementations of the operations.
           cache: decode state that the tokens follow, in prefill as in decode; equal segment ids continue a document.
-            The caller must ensure that `cache.length` plus the new tokens fit its capacity.
+            Padding at the end of a row is not kept, so that rows can have different numbers of new tokens. The caller
+            must ensure that `cache.length_b` plus the new tokens fit its capacity; what does not fit is lost.
           remat: rematerialization policy of the backward pass.
           dtype: compute dtype of the activations; None for the embedding's. Training passes it with an fp32 embedding,
             whose rows are rounded after the lookup, so that the lookup's gradient is summed in fp32.
@@ -200,7 +202,7 @@ class Zaya(nnx.Module):
         self, segments_bs: jax.Array, positions_bs: jax.Array | None, cache: Cache | None, ops: Ops
     ) -> tuple[Context, Cache | None]:
         """Make the layers' `Context`, and the cache with the documents of the new tokens."""
-        config, s = self.config, segments_bs.shape[1]
+        config = self.config
         bases = dict.fromkeys(layer.rope_base for layer in config.layer_kinds)
 
         def rotary(positions_bs: jax.Array) -> dict[float, tuple[jax.Array, jax.Array]]:
@@ -210,11 +212,12 @@ class Zaya(nnx.Module):
         if cache is None:
             positions_bs = segment_positions(segments_bs) if positions_bs is None else positions_bs
             return Context(segments_bs, ops.key_segments(segments_bs), rotary(positions_bs)), None
-        seen_bt = jax.lax.dynamic_update_slice_in_dim(cache.segments_bt, segments_bs, cache.length, 1)
+        slot_bs = new_slots(segments_bs, cache.length_b)
+        seen_bt = write_slots(cache.segments_bt, segments_bs, slot_bs)
         if positions_bs is None:
-            positions_bs = jax.lax.dynamic_slice_in_dim(segment_positions(seen_bt), cache.length, s, 1)
-        context = Context(segments_bs, seen_bt, rotary(positions_bs), cache.segments_bt, cache.length)
-        return context, Cache(cache.layers, seen_bt, cache.length + s)
+            positions_bs = jnp.take_along_axis(segment_positions(seen_bt), slot_bs, axis=1, mode="clip")
+        context = Context(segments_bs, seen_bt, rotary(positions_bs), cache.length_b)
+        return context, Cache(cache.layers, seen_bt, cache.length_b + count_kept(segments_bs))
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
@@ -280,7 +283,7 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike 
     """Make an empty cache for `capacity` tokens in each of `batch` rows, with keys and values in `dtype`."""
     kinds = config.layer_kinds * config.num_groups
     layers = tuple(ATTENTION[kind.attention].init_cache(config, kind, batch, capacity, dtype) for kind in kinds)
-    return Cache(layers, jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((), jnp.int32))
+    return Cache(layers, jnp.zeros((batch, capacity), jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
 def layer_blocks(model: Zaya) -> list[Block]:

@@ -232,7 +232,7 @@ def few_queries(x: AttentionInputs) -> tuple[jax.Array, jax.Array]:
     q_bskgc = (q_bshc * c**-0.5).reshape(b, s, num_kv, h // num_kv, c)
     q_bxz = jnp.einsum("bskgc,kj->bskgjc", q_bskgc, own_kj).reshape(b, s * h, num_kv * c)
     scores_bxt = jnp.einsum("bxz,btz->bxt", q_bxz, k_btkc.reshape(b, t, num_kv * c), preferred_element_type=sums)
-    query, key = jnp.arange(s)[:, None] + x.query_offset, jnp.arange(t)
+    query, key = jnp.reshape(x.query_offset, (-1, 1, 1)) + jnp.arange(s)[:, None], jnp.arange(t)
     seen = key <= query
     if x.window is not None:
         seen &= key > query - x.window

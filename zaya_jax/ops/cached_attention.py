@@ -1,45 +1,98 @@
 """Attention of new tokens to a cache of keys and values, which they join.
 
-The cache of a layer with a window is a ring: token i is in slot i mod size, and only the last `window` tokens are kept.
+Each row of a cache has a length of its own. Padding after the last new token of a row is not kept, so that rows can
+have different numbers of new tokens. The cache of a layer with a window is a ring: token i is in slot i mod size, and
+only the last `window` tokens are kept.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.decode import decodes
 from zaya_jax.ops.attention import AttentionInputs
 
 KeysAndValues = tuple[jax.Array, jax.Array]
 Attend = Callable[..., jax.Array]  # `ops.attention.attention`
+NOWHERE = 2**30  # a slot that no cache has
+
+
+def count_kept(segments_bs: jax.Array) -> jax.Array:
+    """Count the new tokens of each row that a cache keeps: all up to the last one that is not padding."""
+    return jnp.where(segments_bs != 0, jnp.arange(1, segments_bs.shape[1] + 1, dtype=jnp.int32), 0).max(1)
+
+
+def new_slots(segments_bs: jax.Array, length_b: jax.Array) -> jax.Array:
+    """Return the slot of each new token after `length_b` tokens of its row, [b, s]; `NOWHERE` if it is not kept."""
+    index = jnp.arange(segments_bs.shape[1], dtype=jnp.int32)
+    return jnp.where(index < count_kept(segments_bs)[:, None], length_b[:, None] + index, NOWHERE)
+
+
+def write_slots(cache_bt: jax.Array, new_bs: jax.Array, slot_bs: jax.Array) -> jax.Array:
+    """Write new tokens to their slots of a cache [b, slots, …], without those whose slot it does not have."""
+    slot_bs = jnp.where(slot_bs < 0, NOWHERE, slot_bs)
+    return cache_bt.at[jnp.arange(len(slot_bs))[:, None], slot_bs].set(new_bs.astype(cache_bt.dtype), mode="drop")
 
 
 def cached_attention(attention: Attend, x: AttentionInputs, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
     """Write new keys and values to a layer's cache, and attend to it.
 
-    `x` has queries, keys and values of the new tokens, and their documents; those of the tokens in the whole cache, 0
-    where empty; and how many tokens the cache has before the new ones. `cache` are keys and values [b, slots, k·c],
-    heads side by side; with fewer slots than the cache has tokens, a ring. Returns the output [b, s, h, c] in the dtype
-    of the queries, and the new keys and values of the cache.
+    `x` has queries, keys and values of the new tokens, and their documents; those of all tokens, the new ones included,
+    by their place in the row, 0 where empty; and how many tokens each row has before the new ones (`query_offset`,
+    int32 [b]). `cache` are keys and values [b, slots, k·c], heads side by side; with fewer slots than a row has places,
+    a ring. Returns the output [b, s, h, c] in the dtype of the queries, and the new keys and values of the cache.
     """
-    slots, length, segments = cache[0].shape[1], x.query_offset, x.query_segments_bs
-    ring = slots < x.key_segments_bt.shape[1]
-    if ring and x.q_bshc.shape[1] > 1:
-        return _through_ring(attention, x, cache)
-    slot = length % slots if ring else length
-    cache = _write(cache, (x.k_btkc, x.v_btkc), slot)
-    seen_bt = jax.lax.dynamic_update_slice_in_dim(x.key_segments_bt, segments, length, 1)
-    if ring:  # one query sees every slot, whatever their order
-        seen_bt = jnp.take(seen_bt, length - (length - jnp.arange(slots)) % slots, axis=1, mode="fill", fill_value=0)
-        x = dataclasses.replace(x, query_offset=slots - 1, window=None)
-    return _attend(attention, x, cache, seen_bt), cache
+    slots, length_b, seen_bt = cache[0].shape[1], x.query_offset, x.key_segments_bt
+    slot_bs, ring = new_slots(x.query_segments_bs, length_b), slots < seen_bt.shape[1]
+    if not ring:
+        cache = write_heads(cache, x, slot_bs)
+        return by_row(lambda x: x.call(attention), with_heads(x, cache, seen_bt)), cache
+    # Of more new tokens than slots, the last ones are kept.
+    last = (length_b + count_kept(x.query_segments_bs))[:, None] - slots
+    slot_bs = jnp.where((slot_bs < last) | (slot_bs == NOWHERE), NOWHERE, slot_bs % slots)
+    if x.q_bshc.shape[1] > 1:
+        return _through_ring(attention, x, cache), write_heads(cache, x, slot_bs)
+    cache = write_heads(cache, x, slot_bs)
+    # One query sees every slot, whatever their order.
+    place_bt = length_b[:, None] - (length_b[:, None] - jnp.arange(slots)) % slots
+    x = dataclasses.replace(x, query_offset=slots - 1, window=None)
+    return with_heads(x, cache, take_places(seen_bt, place_bt)).call(attention), cache
 
 
-def _attend(attention: Attend, x: AttentionInputs, heads: Iterable[jax.Array], key_segments_bt: jax.Array) -> jax.Array:
-    """Attend from the queries of `x` to keys and values with heads side by side."""
-    k, v = (split_heads(array, x.k_btkc, x.q_bshc.dtype) for array in heads)
-    return dataclasses.replace(x, k_btkc=k, v_btkc=v, key_segments_bt=key_segments_bt).call(attention)
+def by_row(attend: Callable[[AttentionInputs], Any], x: AttentionInputs) -> Any:
+    """Call `attend` with rows of different `query_offset` [b]: together for one query, else row by row."""
+    if x.q_bshc.shape[1] == 1 and decodes(x):
+        return attend(x)
+    rows = [jax.tree.map(lambda array, i=i: array[i : i + 1], x) for i in range(len(x.q_bshc))]
+    out = [attend(dataclasses.replace(row, query_offset=row.query_offset[0])) for row in rows]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *out)
+
+
+def _through_ring(attention: Attend, x: AttentionInputs, cache: KeysAndValues) -> jax.Array:
+    """Attend from several tokens: to the ring in the order of its tokens, then to the new ones."""
+    slots = cache[0].shape[1]
+    place_bt = x.query_offset[:, None] - slots + jnp.arange(slots)
+    ordered = [
+        jnp.concatenate([jnp.take_along_axis(old, place_bt[:, :, None] % slots, 1), merge_heads(new, old.dtype)], 1)
+        for old, new in zip(cache, (x.k_btkc, x.v_btkc), strict=True)
+    ]
+    documents = jnp.concatenate([take_places(x.key_segments_bt, place_bt), x.query_segments_bs], 1)
+    return with_heads(dataclasses.replace(x, query_offset=slots), ordered, documents).call(attention)
+
+
+def take_places(segments_bt: jax.Array, place_bs: jax.Array) -> jax.Array:
+    """Return the documents of the tokens at these places of each row; 0 before its first token."""
+    taken = jnp.take_along_axis(segments_bt, jnp.maximum(place_bs, 0), axis=1, mode="clip")
+    return jnp.where(place_bs < 0, 0, taken)
+
+
+def with_heads(x: AttentionInputs, cache: Iterable[jax.Array], key_segments_bt: jax.Array) -> AttentionInputs:
+    """Return `x` with the keys and values of a cache, and their documents."""
+    k, v = (split_heads(array, x.k_btkc, x.q_bshc.dtype) for array in cache)
+    return dataclasses.replace(x, k_btkc=k, v_btkc=v, key_segments_bt=key_segments_bt)
 
 
 def merge_heads(x_bskc: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -52,27 +105,17 @@ def split_heads(x_btx: jax.Array, like_bskc: jax.Array, dtype: jax.typing.DTypeL
     return x_btx.reshape(*x_btx.shape[:2], *like_bskc.shape[2:]).astype(dtype)
 
 
-def _write(cache: KeysAndValues, new: KeysAndValues, slot: jax.Array | int) -> KeysAndValues:
+def write_heads(cache: KeysAndValues, x: AttentionInputs, slot_bs: jax.Array) -> KeysAndValues:
+    """Write the keys and values of `x` to a cache, see `write_slots`."""
+
     def write(k: jax.Array, v: jax.Array) -> KeysAndValues:
-        update = jax.lax.dynamic_update_slice_in_dim
-        return (update(k, merge_heads(new[0], k.dtype), slot, 1), update(v, merge_heads(new[1], v.dtype), slot, 1))
+        new = (merge_heads(array, k.dtype) for array in (x.k_btkc, x.v_btkc))
+        return write_slots(k, next(new), slot_bs), write_slots(v, next(new), slot_bs)
 
-    # XLA:CPU fuses the updates with what reads them, and copies the caches for it, unless a branch separates the two.
+    # XLA:CPU fuses the write of one token with what reads it, and copies the cache for it, unless a branch separates
+    # the two.
     def write_in_branch(k: jax.Array, v: jax.Array) -> KeysAndValues:
-        return jax.lax.cond(jnp.asarray(slot) >= 0, write, lambda *unchanged: unchanged, k, v)
+        return jax.lax.cond(slot_bs[0, 0] >= 0, write, lambda *unchanged: unchanged, k, v)
 
-    return jax.lax.platform_dependent(*cache, cpu=write_in_branch, default=write)
-
-
-def _through_ring(attention: Attend, x: AttentionInputs, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
-    """Attend from several tokens: the ring in the order of its tokens, then the new ones."""
-    slots, s, length = cache[0].shape[1], x.q_bshc.shape[1], x.query_offset
-    ordered = [
-        jnp.concatenate([jnp.roll(old, -(length % slots), 1), merge_heads(new, old.dtype)], 1)
-        for old, new in zip(cache, (x.k_btkc, x.v_btkc), strict=True)
-    ]
-    before = jax.lax.dynamic_slice_in_dim(jnp.pad(x.key_segments_bt, ((0, 0), (slots, 0))), length, slots, 1)
-    documents = jnp.concatenate([before, x.query_segments_bs], 1)
-    out = _attend(attention, dataclasses.replace(x, query_offset=slots), ordered, documents)
-    k, v = (jnp.roll(array[:, s:], (length + s) % slots, 1) for array in ordered)
-    return out, (k, v)
+    branch = write_in_branch if slot_bs.size == 1 else write
+    return jax.lax.platform_dependent(*cache, cpu=branch, default=write)

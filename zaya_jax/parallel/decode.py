@@ -19,7 +19,7 @@ from zaya_jax.config.model import LayerKind
 from zaya_jax.model.attention import KeyValues
 from zaya_jax.model.zaya import Cache, init_cache
 from zaya_jax.ops.attention import AttentionInputs, PartialAttention
-from zaya_jax.ops.cached_attention import KeysAndValues, merge_heads, split_heads
+from zaya_jax.ops.cached_attention import KeysAndValues, by_row, new_slots, with_heads, write_heads
 from zaya_jax.parallel.context import tree_attention
 from zaya_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXIS, AnyMesh
 
@@ -37,7 +37,7 @@ def cache_specs(config: ModelConfig, cache: Cache) -> Cache:
         slots: Any = _SLOTS if layer.window is None else ROWS
         return KeyValues(slots, slots) if isinstance(x, KeyValues) else ROWS
 
-    return dataclasses.replace(cache, layers=_map_layers(config, cache, spec), segments_bt=ROWS, length=REPLICATED)
+    return dataclasses.replace(cache, layers=_map_layers(config, cache, spec), segments_bt=ROWS, length_b=ROWS)
 
 
 def empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: jax.typing.DTypeLike, mesh: AnyMesh) -> Cache:
@@ -95,31 +95,12 @@ def tree_cached_attention(partial: Callable[..., PartialAttention], local: Cache
     ) -> tuple[jax.Array, KeysAndValues]:
         if x.window is not None:
             return local(attention, x, cache)
-        slots, dtype, seen_bt = cache[0].shape[1], x.q_bshc.dtype, x.key_segments_bt
+        slots, seen_bt = cache[0].shape[1], x.key_segments_bt
         first = jax.lax.axis_index(SEQUENCE_AXIS) * slots
-        cache = _write_own(cache, (x.k_btkc, x.v_btkc), x.query_offset - first)
-        seen_bt = jax.lax.dynamic_update_slice_in_dim(seen_bt, x.query_segments_bs, x.query_offset, 1)
+        cache = write_heads(cache, x, new_slots(x.query_segments_bs, x.query_offset) - first)
         missing = slots * jax.lax.axis_size(SEQUENCE_AXIS) - seen_bt.shape[1]
         own_bt = jax.lax.dynamic_slice_in_dim(jnp.pad(seen_bt, ((0, 0), (0, missing))), first, slots, 1)
-        k, v = (split_heads(array, x.k_btkc, dtype) for array in cache)
-        own = AttentionInputs(x.q_bshc, k, v, x.query_segments_bs, own_bt, x.query_offset - first)
-        return tree_attention(partial, own), cache
+        own = dataclasses.replace(with_heads(x, cache, own_bt), query_offset=x.query_offset - first)
+        return tree_attention(functools.partial(by_row, partial), own), cache
 
     return cached_attention
-
-
-def _write_own(cache: KeysAndValues, new: KeysAndValues, slot: jax.Array) -> KeysAndValues:
-    """Write those new tokens whose slots, from `slot` on, are on this device; `slot` may be outside of them."""
-    slots, s = cache[0].shape[1], new[0].shape[1]
-    size = min(s, slots)
-    start = jnp.clip(slot, 0, slots - size)  # of a range that has all slots to write
-    token = start - slot + jnp.arange(size)
-    own = ((token >= 0) & (token < s))[:, None]
-
-    def write(old: jax.Array, x: jax.Array) -> jax.Array:
-        x = jnp.take(merge_heads(x, old.dtype), token, axis=1, mode="clip")
-        kept = jax.lax.dynamic_slice_in_dim(old, start, size, 1)
-        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(own, x, kept), start, 1)
-
-    k, v = map(write, cache, new)
-    return k, v

@@ -229,6 +229,13 @@ def test_padded_rows_of_the_experts_cost_nothing():
     assert (eighth.flops, eighth.bytes) == (full.flops / 8, weights + (full.bytes - weights) / 8)
 
 
+@pytest.mark.parametrize(("rows", "read"), [(1, 1 / 2), (3, 7 / 8), (32768, 1)])
+def test_experts_without_tokens_are_not_read(rows, read):
+    place = parse(TWO_GATHERS.replace("  %copy.1", f"{KERNEL.replace('32768', str(rows))}  %copy.1"))
+    call = next(x for x in place.instructions if x.name == "call")
+    assert instruction_work(place, call).bytes == read * 2 * 2 * 2048 * 4096 + 2 * rows * (2048 + 4096)
+
+
 KEPT = """\
   %space = bf16[3,32768,4096]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
   %w = bf16[3,2,2048,4096]{3,2,1,0} parameter(2)

@@ -15,7 +15,8 @@ from zaya_jax.config import Config, ModelConfig, load_config
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
-from zaya_jax.generate.decode import BLOCK, compile_generation
+from zaya_jax.generate.compiled import compile_generation
+from zaya_jax.generate.steps import BLOCK
 from zaya_jax.hardware.data_sheets import no_data_sheet
 from zaya_jax.hardware.environment import step_options
 from zaya_jax.hardware.presets import TRACED
@@ -214,21 +215,21 @@ def trace_generation(
     blocks = 2 * repeats + 1 if work == "decode" else 0
     options = known_options(step_options(traced=current_target().platform in GPU_PLATFORMS))
     programs = compile_generation(_random_model(model, dtype), batch, prompt, blocks, options)
-    length = programs.chunks[0][0].shape[1] * len(programs.chunks)
+    length = programs.chunks[0][0].tokens_ns.shape[1] * len(programs.chunks) // batch
     window = StepProfiler(ProfileConfig(1, repeats), folder, lambda _: None)
     if work == "prefill":
-        caches = [programs.empty_cache() for _ in range(2 * repeats + 1)]
+        states = [programs.empty_state() for _ in range(2 * repeats + 1)]
 
         def call() -> object:
-            return programs.prompt(caches.pop())[1]
+            return programs.prompt(states.pop()).token_b
 
         compiled, count = programs.prefill, 1
     else:
-        state = programs.start(*programs.prompt(programs.empty_cache()))
+        state = programs.prompt(programs.empty_state())
 
         def call() -> object:
             nonlocal state
-            state, *_ = programs.decode(programs.model, state, programs.block)
+            state, *_ = programs.decode(programs.leaves, state, *programs.block)
             return state
 
         compiled, count = programs.decode, BLOCK

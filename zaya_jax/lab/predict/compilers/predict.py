@@ -197,7 +197,15 @@ def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     if name.startswith("grouped"):  # one layer of stacks: [l, e, p, q], and [l, t, q], both argument and result or read
         kept = {(dtype, sizes[1:]) for dtype, sizes in shapes if len(sizes) == 3}
         rows, shapes = shares.rows, [*kept, *((dtype, sizes[-3:]) for dtype, sizes in shapes if len(sizes) != 3)]
-    moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
+    tokens = rows * max((sizes[0] for _, sizes in shapes if len(sizes) == 2), default=0)
+
+    def moved_share(sizes: tuple[int, ...]) -> float:
+        """Return which part of an array is moved: of a stack of experts, those that get one of the tokens."""
+        if len(sizes) == 3 and name.startswith("grouped"):
+            return 1 - (1 - 1 / sizes[0]) ** tokens
+        return rows if len(sizes) == 2 else 1.0
+
+    moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * moved_share(sizes) for dtype, sizes in shapes)
     fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
     family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", name)
     return Work(f"kernel {family}", moved, share * _kernel_flops(name, shapes), "kernel", fp32, kernel=name)
