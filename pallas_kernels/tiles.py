@@ -107,7 +107,8 @@ TILES: dict[str, dict[str, str]] = {
         "sm_90": "64×512/4/2 128×512/4/2 64×256/4/3 64×1024/4/2 32×1024/4/2 | 32×512/8/2",
         "gfx942": "64×1024/4/1 32×1024/4/1 64×512/4/1 64×2048/4/1 | 32×1024/4/1",
     },
-    "cudnn_documents": {"sm_90": "512/1/1 1024/1/1 256/1/1 128/1/1 | 512/1/1"},  # tokens of a row per document
+    # tokens of a row per document, for the vendors' libraries
+    "packed_documents": dict.fromkeys(("sm_90", "gfx942"), "512/1/1 1024/1/1 256/1/1 128/1/1 | 512/1/1"),
     "cca_mix": {  # tokens, channels per step of a matmul
         "sm_90": "32×64/8/1 32×128/8/1 64×64/8/1 | 16×32/8/1",
         "gfx942": "64×64/8/1 16×64/4/1 32×64/4/1 | 16×32/4/1",

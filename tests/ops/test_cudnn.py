@@ -15,20 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.attention_tiles import AttentionInputs
-from pallas_kernels.tiles import Tile, Tuned
 from tests.helpers import seeds
 from tests.kernel_helpers import kernel, lower, shape, traced_kernels
-from tests.ops.test_attention_kernel import BF16, TOLERANCE, Case, check, documents, draw_arrays, exact
-from zaya_jax.ops.attention import attention
-from zaya_jax.ops.cudnn import pack
-from zaya_jax.ops.cudnn_attention import CUDNN
+from tests.ops.document_attention import attend, attend_backward, check_packed, differentiated
+from tests.ops.test_attention_kernel import BF16, documents
 from zaya_jax.ops.kernel_table import parse_table, sources_digest
+from zaya_jax.ops.packing import pack
 from zaya_jax.ops.registry import OPERATIONS, pins_on, select_kernels
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import Target
 
 H200 = Target("cuda", "NVIDIA H200", "sm_90")
-ROOMY = Tuned("interpret", (("cudnn_documents", Tile((6,), 1)),), "bfloat16")  # a document for each 6 tokens
 
 
 # --- the packing -----------------------------------------------------------------------------------------------
@@ -88,12 +85,6 @@ def test_documents_that_are_apart_differ_or_are_too_many_do_not_fit(queries, key
 
 
 # --- the call --------------------------------------------------------------------------------------------------
-
-
-def differentiated(attend, window, q, k, v, do, *segments):
-    options = dict(zip(("query_segments_bs", "key_segments_bt"), segments, strict=True))
-    out, back = jax.vjp(lambda *x: attend(*x, window=window, **options), q, k, v)
-    return out, back(do)
 
 
 def arrays_of(b, s, h, k, c):
@@ -182,24 +173,15 @@ def emulated_call(target, results, *, legacy_backend_config, **_):
         for index, (size, place, key_place) in enumerate(zip(lengths, places[:-1], key_places[:-1], strict=True)):
             own = slice(place // (h * c), place // (h * c) + size)
             keys = slice(key_place // (kv * c), key_place // (kv * c) + size)
-            of_q, of_k, of_v = (x.reshape(-1, *x.shape[2:])[at] for x, at in ((q, own), (k, keys), (v, keys)))
-            of_k, of_v = (np.repeat(x, h // kv, axis=1) for x in (of_k, of_v))
-            query, key = np.arange(size)[:, None], np.arange(size)[None]
-            seen = (key <= query) & ((key > query - window) if window else True)
-            scores = np.where(seen, np.einsum("qhc,khc->hqk", of_q, of_k) * config["fmha_scale"], -np.inf)
+            arrays = [x.reshape(-1, *x.shape[2:])[at] for x, at in ((q, own), (k, keys), (v, keys))]
             if "Backward" not in target:
-                lse = np.log(np.exp(scores).sum(-1))
-                stats[index, :, :size] = lse
-                out.reshape(-1, h, c)[own] = np.einsum("hqk,khc->qhc", np.exp(scores - lse[..., None]), of_v)
+                out.reshape(-1, h, c)[own], stats[index, :, :size] = attend(*arrays, window, config["fmha_scale"])
                 continue
             lse = floats[3][index, :, :size]
             do, o = (x.astype(np.float32).reshape(-1, h, c)[own] for x in floats[4:6])
-            p = np.exp(scores - lse[..., None])
-            ds = p * (np.einsum("qhc,khc->hqk", do, of_v) - (do * o).sum(-1).T[..., None]) * config["fmha_scale"]
-            dk, dv = np.einsum("hqk,qhc->khc", ds, of_q), np.einsum("hqk,qhc->khc", p, do)
-            gradients[0].reshape(-1, h, c)[own] = np.einsum("hqk,khc->qhc", ds, of_k)
-            for total, each in zip(gradients[1:], (dk, dv), strict=True):
-                total.reshape(-1, kv, c)[keys] = each.reshape(size, kv, h // kv, c).sum(2)
+            parts = attend_backward(*arrays, o, lse, do, window, config["fmha_scale"])
+            for total, part, at in zip(gradients, parts, (own, keys, keys), strict=True):
+                total.reshape(-1, *total.shape[2:])[at] = part
         given = gradients if "Backward" in target else [out]
         more = [] if "Backward" in target else [stats]
         full = [*(np.swapaxes(x, 1, 2) for x in given), *more, np.zeros(0, np.uint8)]
@@ -212,27 +194,13 @@ def emulated_call(target, results, *, legacy_backend_config, **_):
 def emulated():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.ffi, "ffi_call", emulated_call)
-        yield {each.name: functools.cache(functools.partial(compiled, each.run)) for each in CUDNN}
-
-
-def compiled(run, window):
-    return jax.jit(functools.partial(differentiated, functools.partial(run, ROOMY), window))
+        yield
 
 
 @settings(max_examples=10)
 @given(data=st.data(), seed=seeds(), how=st.sampled_from([("cudnn", None), ("cudnn", 17), ("cudnn_forward", None)]))
 def test_around_an_emulated_cudnn_it_equals_the_reference(emulated, data, seed, how):
-    name, window = how
-    case = Case(2, 48, 48, 6, 2, 16, window, BF16)
-    segments = data.draw(documents(2, 48))
-    arrays = draw_arrays(seed, case)
-    out, gradients = emulated[name](window)(*arrays, segments, segments)
-    with jax.enable_x64(True):
-        expected, of_reference = differentiated(attention, window, *exact(arrays), segments, segments)
-    check(out, expected, TOLERANCE[BF16][0])
-    assert not np.any(np.asarray(out)[segments == 0])
-    for ours, theirs in zip(gradients, of_reference, strict=True):
-        check(ours, theirs, TOLERANCE[BF16][1])
+    check_packed(*how, data.draw(documents(2, 48)), seed)
 
 
 def test_calls_that_cudnn_does_not_take_run_the_pallas_kernels():
@@ -272,7 +240,7 @@ def test_what_cudnn_cannot_do_is_refused_before_a_run(target, dtype, words):
 def test_parts_of_ring_attention_keep_their_kernel_where_cudnn_was_measured_to_be_fastest():
     sources = sources_digest(*OPERATIONS["attention"].modules)
     size = {"dtype": "bfloat16", "rows": 4096, "widths": [8, 2, 128], "implementation": "cudnn"}
-    sizes = [{**size, "tiles": {"cudnn_documents": [[256], 1, 1]}}]
+    sizes = [{**size, "tiles": {"packed_documents": [[256], 1, 1]}}]
     tree = {"device": "NVIDIA H200", "operations": {"attention": {"sources": sources, "sizes": sizes}}}
     table = parse_table(tree, "NVIDIA H200", "a table")
     selection = select_kernels(H200, EXAMPLE, "bfloat16", table)

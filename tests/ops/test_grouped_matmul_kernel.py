@@ -108,10 +108,19 @@ def hipblaslt(operation):
 @given(sizes=splits(SHAPE[0], SHAPE[3]), seed=seeds())
 def test_the_vendor_s_product_computes_what_the_reference_does(sizes, seed):
     x, w, cotangent = draw(SHAPE, "float32", seed)
-    want, d_want, _ = in_float64(x, w, sizes, cotangent)
-    for operation, array, exact in (("grouped_product", x, want), ("grouped_product_transposed", cotangent, d_want)):
-        ours = jax.jit(hipblaslt(operation).run, static_argnums=0)("gfx942", array, w, sizes)
-        assert np.abs(np.asarray(ours, np.float64) - exact).max() <= WITHIN["float32"] * max(np.abs(exact).max(), 1e-30)
+    total = jnp.ones((3, *w.shape))
+    arrays = {"grouped_product": (x, w), "grouped_product_transposed": (cotangent, w), "grouped_outer": (x, cotangent)}
+    for (operation, pair), exact in zip(arrays.items(), in_float64(x, w, sizes, cotangent), strict=True):
+        run = jax.jit(functools.partial(hipblaslt(operation).run, "gfx942"))
+        ours = [run(*pair, sizes)]
+        if operation == "grouped_outer":
+            of_layers = run(*pair, sizes, total_lepq=total, layer=1)
+            np.testing.assert_array_equal(of_layers[::2], total[::2])
+            ours = [ours[0][0], of_layers[1] - 1]
+            assert not np.asarray(ours[0])[sizes == 0].any()
+        for result in ours:
+            error = np.abs(np.asarray(result, np.float64) - exact).max()
+            assert error <= WITHIN["float32"] * max(np.abs(exact).max(), 1), (operation, error)
 
 
 def test_the_vendor_s_product_is_refused_where_xla_would_multiply_every_row_by_every_matrix(monkeypatch):
@@ -121,6 +130,9 @@ def test_the_vendor_s_product_is_refused_where_xla_would_multiply_every_row_by_e
     assert "on gfx950" in supports("gfx950", x, w, sizes)
     assert "not for float32" in supports("gfx942", x.update(dtype=jnp.float32), w, sizes)
     assert "matrices [e, p, q]" in supports("gfx942", x.update(shape=(8, 7)), w, sizes)
+    outer = hipblaslt("grouped_outer").supports
+    assert outer("gfx942", x, x, sizes, total_lepq=w, layer=0) == ""
+    assert "on gfx950" in outer("gfx950", x, x, sizes, total_lepq=w, layer=0)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_experimental_use_ragged_dot_grouped_gemm=false")
     assert "one of which is off" in supports("gfx942", x, w, sizes)
     assert "hipblaslt" not in {kernel.name for kernel in OPERATIONS["grouped_product"].kernels_for("cuda")}

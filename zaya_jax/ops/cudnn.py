@@ -6,37 +6,13 @@ cuDNN takes documents one after the other, with their lengths and the places of 
 """
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention_tiles import AttentionInputs
-
-
-class Packing(NamedTuple):
-    """The documents of all rows one after the other, up to a static number of them, `n`."""
-
-    lengths_n: jax.Array  # int32 tokens of each document, 0 for those that are not there
-    starts_n: jax.Array  # int32 [n + 1], first token of each, in all rows; the number of tokens for those not there
-    rank_t: jax.Array  # int32, document of each token of all rows
-    fits: jax.Array  # whether cuDNN computes attention to these documents
-
-
-def pack(query_segments_bs: jax.Array, key_segments_bs: jax.Array, documents: int) -> Packing:
-    """Compute cuDNN's packed layout of the documents in all rows; each run of padding counts as a document.
-
-    `fits` is false if there are more than `documents`, if the tokens of a document are not contiguous, or if queries
-    and keys have different documents.
-    """
-    segments, tokens = query_segments_bs, query_segments_bs.size
-    before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    first = segments != before
-    new = (segments == 0) | (segments > jax.lax.cummax(before, axis=1))
-    rank_t = jnp.cumsum(first) - 1
-    starts_n = jnp.nonzero(first.ravel(), size=documents + 1, fill_value=tokens)[0].astype(jnp.int32)
-    fits = (starts_n[-1] == tokens) & (~first | new).all() & (query_segments_bs == key_segments_bs).all()
-    return Packing(jnp.diff(starts_n), starts_n, rank_t.astype(jnp.int32), fits)
+from zaya_jax.ops.packing import Packing, without_padding
 
 
 def cudnn_forward(x: AttentionInputs, packing: Packing) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +26,7 @@ def cudnn_forward(x: AttentionInputs, packing: Packing) -> tuple[jax.Array, jax.
     out, sums_nhs = _call("__cudnn$fmhaSoftmax", _FORWARD, x, packing, (), (x.q_bshc,), (stats,))
     place_t = jnp.arange(b * s) - packing.starts_n[packing.rank_t]
     lse_th = sums_nhs[packing.rank_t, :, place_t]
-    return _without_padding(x, out), lse_th.reshape(b, s, h)
+    return without_padding(x, out), lse_th.reshape(b, s, h)
 
 
 def cudnn_backward(
@@ -60,13 +36,9 @@ def cudnn_backward(
     b, s, h, _ = x.q_bshc.shape
     token_ns = jnp.minimum(packing.starts_n[:-1, None] + jnp.arange(s), b * s - 1)
     stats_nhs = jnp.moveaxis(lse_bsh.reshape(b * s, h)[token_ns], 2, 1)
-    arrays, like = (stats_nhs, _without_padding(x, do), o), (x.q_bshc, x.k_btkc, x.v_btkc)
+    arrays, like = (stats_nhs, without_padding(x, do), o), (x.q_bshc, x.k_btkc, x.v_btkc)
     dq, dk, dv = _call("__cudnn$fmhaSoftmaxBackward", _BACKWARD, x, packing, arrays, like)
     return dq, dk, dv
-
-
-def _without_padding(x: AttentionInputs, array_bshc: jax.Array) -> jax.Array:
-    return jnp.where((x.query_segments_bs != 0)[..., None, None], array_bshc, 0)
 
 
 # Products of arrays [b, s, h, c] and scores [b, h, s, t]: contracted axes, then batch axes, of each side.

@@ -184,7 +184,7 @@ def _kernel(
 def _hipblaslt(
     transpose: bool, _architecture: Architecture, x: jax.Array, w_epq: Matrices, sizes_e: jax.Array
 ) -> jax.Array:
-    """Use hipBLASLt's grouped matmul, to which XLA compiles this `ragged_dot` for gfx942."""
+    """Use hipBLASLt's grouped matmul, to which XLA compiles this `ragged_dot` with a result in bf16 for gfx942."""
     matrices, contracted = in_stack(w_epq), 2 if transpose else 1
     axes = jax.lax.RaggedDotDimensionNumbers((((1,), (contracted,)), ((), ())), [0], [0])
     out = jax.lax.ragged_dot_general(x, matrices.stack[matrices.layer], sizes_e, axes)
@@ -192,7 +192,21 @@ def _hipblaslt(
     return jnp.where((jnp.arange(len(x)) < sizes_e.sum())[:, None], out, 0)
 
 
-def _hipblaslt_unsupported(general: Callable[..., str], architecture: str, x: jax.Array, *others: Any) -> str:
+def _hipblaslt_outer(
+    _architecture: Architecture, x: jax.Array, y: jax.Array, sizes_e: jax.Array, *, total_lepq: Any = None,
+    layer: Any = 0,
+) -> jax.Array:  # fmt: skip
+    """Use hipBLASLt; rounds the result before it adds it to the total, since XLA has no such kernel in fp32."""
+    axes = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    out = jax.lax.ragged_dot_general(x, y, sizes_e, axes)
+    # It may leave the matrices of empty groups unwritten.
+    out = jnp.where((sizes_e > 0)[:, None, None], out, 0)
+    return out[None] if total_lepq is None else total_lepq.at[layer].add(out.astype(total_lepq.dtype))
+
+
+def _hipblaslt_unsupported(
+    general: Callable[..., str], architecture: str, x: jax.Array, *others: Any, **into: Any
+) -> str:
     """Refuse whatever XLA would compile to a product of every row with every matrix."""
     if architecture != "gfx942" or x.dtype != jnp.bfloat16:
         return f"XLA uses hipBLASLt's grouped matmul for bfloat16 on gfx942, not for {x.dtype} on {architecture}."
@@ -200,7 +214,7 @@ def _hipblaslt_unsupported(general: Callable[..., str], architecture: str, x: ja
     flags = os.environ.get("XLA_FLAGS", "").lower()
     if any(f"{xla}={no}" in flags for no in ("false", "0")) or not getattr(jax.config, of_jax, False):
         return f"hipBLASLt's grouped matmul needs XLA's flag {xla} and jax's setting {of_jax}, one of which is off."
-    return general(architecture, x, *others)
+    return general(architecture, x, *others, **into)
 
 
 def _outer_kernel(architecture: Architecture, *arrays: Any, **into: Any) -> jax.Array:
@@ -248,13 +262,17 @@ def _shape(x: jax.Array, _y: Any, sizes: jax.Array, **_: Any) -> tuple[int, ...]
 
 def _times_matrices(reference: Product, transpose: bool) -> Operation:
     kernel, supports = functools.partial(_kernel, transpose), functools.partial(_unsupported, 1 + transpose)
-    run, refuses = functools.partial(_hipblaslt, transpose), functools.partial(_hipblaslt_unsupported, supports)
-    hipblaslt = Kernel("hipblaslt", run, refuses, (), platforms=("rocm",))
-    return _operation(reference, (transpose, 2), kernel, supports, hipblaslt)
+    vendor = _by_hipblaslt(functools.partial(_hipblaslt, transpose), supports)
+    return _operation(reference, (transpose, 2), kernel, supports, vendor)
 
 
+def _by_hipblaslt(run: Callable[..., jax.Array], supports: Callable[..., str]) -> Kernel:
+    return Kernel("hipblaslt", run, functools.partial(_hipblaslt_unsupported, supports), (), platforms=("rocm",))
+
+
+_OUTER = _by_hipblaslt(_hipblaslt_outer, _outer_unsupported)
 GROUPED_PRODUCTS = (
     _times_matrices(grouped_product, False),
     _times_matrices(grouped_product_transposed, True),
-    _operation(grouped_outer, (0, 1), _outer_kernel, _outer_unsupported),
+    _operation(grouped_outer, (0, 1), _outer_kernel, _outer_unsupported, _OUTER),
 )

@@ -24,7 +24,6 @@ from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.ops import Ops
 from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTIONS
 from zaya_jax.ops.cca_mix import CCA_MIX
-from zaya_jax.ops.cudnn_attention import CUDNN
 from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
 from zaya_jax.ops.grouped_matmul import GROUPED_PRODUCTS
@@ -35,8 +34,9 @@ from zaya_jax.ops.residual_norm import RESIDUAL_NORM
 from zaya_jax.ops.router import ROUTER
 from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu, repeats
 from zaya_jax.ops.target import GPU_PLATFORMS, Target
+from zaya_jax.ops.vendor_attention import LIBRARIES
 
-_ATTENTION = dataclasses.replace(ATTENTION, kernels=(*ATTENTION.kernels, *CUDNN))
+_ATTENTION = dataclasses.replace(ATTENTION, kernels=(*ATTENTION.kernels, *LIBRARIES))
 _MIXING = (RESIDUAL_NORM, CCA_MIX, _ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
 # Operations come before those that they use.
 _OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, ORTHOGONALIZE, GRAM_POLYNOMIAL)}

@@ -114,18 +114,27 @@ def test_attention_by_mosaic_fits_the_gpu(tmp_path):
 
 def compile_vendor(gpu, folder):
     case = cases(EIGHT_B, "bfloat16")["grouped_matmul backward"]
-    pinned = dict.fromkeys(("grouped_product", "grouped_product_transposed"), "hipblaslt")
+    pinned = dict.fromkeys(("grouped_product", "grouped_product_transposed", "grouped_outer"), "hipblaslt")
     selection = select_kernels(GPUS[gpu].target, EIGHT_B.model, "bfloat16", pinned=pinned)
     compile_program("vendor", *passes(case, selection), gpu, Path(folder))
+    d, f, e = EIGHT_B.width, 2 * EIGHT_B.expert_width, EIGHT_B.experts
+    rows = [shape(EIGHT_B.tokens, width, dtype=jnp.bfloat16) for width in (d, f)]
+    others = shape(e, dtype=jnp.int32), shape(3, e, d, f, dtype=jnp.float32)
+
+    def add(x, y, sizes, total):
+        return selection.implementation("grouped_outer")(x, y, sizes, total_lepq=total, layer=1)
+
+    compile_program("vendor_sum", add, (*rows, *others), gpu, Path(folder), (3,))
 
 
 def test_xla_compiles_the_vendor_s_product_to_the_vendor_s_kernel(tmp_path):
     need_stand_ins("mi300x")
     done = run("mi300x", tmp_path, f"from {__name__} import *\ncompile_vendor('mi300x', {str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "vendor.hlo").read_text()
-    assert text.count('custom_call_target="__cublas$lt$groupedMatmul"') == 2
-    assert not re.search(r"= \S+ (ragged-)?dot\(", text)
+    for name, count in {"vendor": 3, "vendor_sum": 1}.items():
+        text = (tmp_path / f"{name}.hlo").read_text()
+        assert text.count('custom_call_target="__cublas$lt$groupedMatmul"') == count
+        assert not re.search(r"= \S+ (ragged-)?dot\(|custom_call_target=\"__cublas\$lt\$matmul", text)
 
 
 def compile_optimizer(gpu, folder):

@@ -49,48 +49,74 @@ def residual_norm_backward(
     d_output, d_stream, partial_sums,
     tokens, steps, width: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr, eps: tl.constexpr,
 ):  # fmt: skip
-    """One program for `steps` × `rows` tokens, of whole rows; it writes its sums for the gradients of five vectors."""
+    """One program for `steps` × `rows` tokens, of whole rows; it writes its sums for the gradients of the parameters.
+
+    Without an output its gradient is None, too; without a norm its weight and gradient are, and in a plain sum, or a
+    norm alone, the four vectors. What is None has no sums.
+    """
     program = tl.program_id(0)
     column = tl.arange(0, lanes)[None, :]
-    dtype = d_normed.dtype.element_ty
-    scale_of_output, scale_of_stream = _vector_at(output_scale, column, width), _vector_at(stream_scale, column, width)
+    sums: tl.constexpr = (0 if weight is None else 1) + (0 if output_scale is None else 3)
+    if output_scale is not None:
+        scale_of_output = _vector_at(output_scale, column, width)
+        scale_of_stream = _vector_at(stream_scale, column, width)
     d_weight = tl.zeros((rows, lanes), tl.float32)
     d_output_scale, d_stream_scale, d_sums = d_weight, d_weight, d_weight
     for step in range(steps):
         row = ((program * steps + step) * rows + tl.arange(0, rows))[:, None]
         inside = (row < tokens) & (column < width)
-        out, old = _rows_at(output, row, column, inside, width), _rows_at(stream, row, column, inside, width)
+        old = _rows_at(stream, row, column, inside, width)
+        new = old
+        if output is not None:
+            out = _rows_at(output, row, column, inside, width)
+            new = old + out
+        if output_scale is not None:
+            out, old = out + _vector_at(output_bias, column, width), old + _vector_at(stream_bias, column, width)
+            new = out * scale_of_output + old * scale_of_stream
         d_sum = _rows_at(d_new, row, column, inside, width)
-        gradient = _rows_at(d_normed, row, column, inside, width)
-        out, old = out + _vector_at(output_bias, column, width), old + _vector_at(stream_bias, column, width)
-        exact = (out * scale_of_output + old * scale_of_stream).to(dtype).to(tl.float32)
-        weighted = (gradient * _vector_at(weight, column, width).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        square = tl.sum(exact * exact, axis=1, keep_dims=True) / width
-        along = tl.sum(weighted * exact, axis=1, keep_dims=True) / width
-        root = tl.rsqrt(square + eps)
-        normed = exact * root
-        d_sum += root * (weighted - normed * (along * root))
-        tl.store(d_output + row * width + column, (d_sum * scale_of_output).to(output.dtype.element_ty), mask=inside)
-        tl.store(d_stream + row * width + column, d_sum * scale_of_stream, mask=inside)
-        d_weight += gradient * normed.to(dtype).to(tl.float32)
-        d_output_scale += d_sum * out
-        d_stream_scale += d_sum * old
-        d_sums += d_sum
-    place, exists = partial_sums + program * 4 * width + column, column < width
-    tl.store(place, tl.sum(d_weight, axis=0, keep_dims=True), mask=exists)
-    tl.store(place + width, tl.sum(d_output_scale, axis=0, keep_dims=True), mask=exists)
-    tl.store(place + 2 * width, tl.sum(d_stream_scale, axis=0, keep_dims=True), mask=exists)
-    tl.store(place + 3 * width, tl.sum(d_sums, axis=0, keep_dims=True), mask=exists)
+        if weight is not None:
+            dtype = d_normed.dtype.element_ty
+            gradient = _rows_at(d_normed, row, column, inside, width)
+            exact = new.to(dtype).to(tl.float32)
+            weighted = (gradient * _vector_at(weight, column, width).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+            square = tl.sum(exact * exact, axis=1, keep_dims=True) / width
+            along = tl.sum(weighted * exact, axis=1, keep_dims=True) / width
+            root = tl.rsqrt(square + eps)
+            normed = exact * root
+            d_sum += root * (weighted - normed * (along * root))
+            d_weight += gradient * normed.to(dtype).to(tl.float32)
+        d_out, d_old = d_sum, d_sum
+        if output_scale is not None:
+            d_out, d_old = d_sum * scale_of_output, d_sum * scale_of_stream
+            d_output_scale += d_sum * out
+            d_stream_scale += d_sum * old
+            d_sums += d_sum
+        if output is not None:
+            tl.store(d_output + row * width + column, d_out.to(output.dtype.element_ty), mask=inside)
+        tl.store(d_stream + row * width + column, d_old, mask=inside)
+    place, exists = partial_sums + program * sums * width + column, column < width
+    if weight is not None:
+        tl.store(place, tl.sum(d_weight, axis=0, keep_dims=True), mask=exists)
+        place += width
+    if output_scale is not None:
+        tl.store(place, tl.sum(d_output_scale, axis=0, keep_dims=True), mask=exists)
+        tl.store(place + width, tl.sum(d_stream_scale, axis=0, keep_dims=True), mask=exists)
+        tl.store(place + 2 * width, tl.sum(d_sums, axis=0, keep_dims=True), mask=exists)
 
 
 @triton.jit
 def grouped_product(
-    tiles, x, w, out, tile_rows,
-    groups: tl.constexpr, p: tl.constexpr, q: tl.constexpr, together: tl.constexpr, chiplets: tl.constexpr,
-    m: tl.constexpr, n: tl.constexpr, depth: tl.constexpr,
+    tiles, x, w, order, scale, out, tile_rows, rows,
+    groups: tl.constexpr, p: tl.constexpr, q: tl.constexpr, transpose: tl.constexpr, together: tl.constexpr,
+    chiplets: tl.constexpr, m: tl.constexpr, n: tl.constexpr, depth: tl.constexpr,
 ):  # fmt: skip
-    """One program for a tile of `m` sorted rows of one group and `n` columns; sums in steps of `depth`."""
+    """One program for a tile of `m` sorted rows of one group and `n` columns; sums in steps of `depth`.
+
+    It contracts p, and has q columns, with `transpose` of the transposed matrices.
+    """
     columns: tl.constexpr = (q + n - 1) // n
+    down: tl.constexpr = 1 if transpose else q  # elements from one contracted place of a matrix to the next
+    across: tl.constexpr = p if transpose else 1
     each: tl.constexpr = together * columns
     block, at = tl.program_id(0) // each, tl.program_id(0) % each
     if chiplets > 1 and each % chiplets == 0:
@@ -106,12 +132,18 @@ def grouped_product(
     for i in range(tl.where(group < groups, (p + depth - 1) // depth, 0)):
         inner = i * depth + tl.arange(0, depth)
         if p % depth == 0 and q % n == 0:
-            a, b = tl.load(x + read + inner[None, :]), tl.load(matrix + inner[:, None] * q + column[None, :])
+            a = tl.load(x + read + inner[None, :])
+            b = tl.load(matrix + inner[:, None] * down + column[None, :] * across)
         else:
             exists = inner < p
             a = tl.load(x + read + inner[None, :], mask=exists[None, :], other=0)
-            b = tl.load(matrix + inner[:, None] * q + column[None, :], mask=exists[:, None] & fits[None, :], other=0)
+            exists_there = exists[:, None] & fits[None, :]
+            b = tl.load(matrix + inner[:, None] * down + column[None, :] * across, mask=exists_there, other=0)
         total = tl.dot(a, b, total, input_precision="ieee")
+    if order is not None:
+        row = tl.load(order + row, mask=inside, other=rows)
+    if scale is not None:
+        total = total * tl.load(scale + row, mask=inside, other=0)[:, None]
     written = out + row.to(tl.int64)[:, None] * q + column[None, :]
     tl.store(written, total.to(out.dtype.element_ty), mask=inside[:, None] & fits[None, :])
 

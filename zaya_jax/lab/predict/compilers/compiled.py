@@ -24,6 +24,7 @@ from zaya_jax.lab.predict.compilers.toolchain import CODE_OBJECTS, environment
 _TELLING = ("is a stand-in", "RESOURCE_EXHAUSTED", "Check failed", "Error")
 STEP = "step.hlo"  # the scheduled program, from the worker
 FACTS = "facts.json"  # the compiler's figures, from the worker
+WORKER = "zaya_jax.lab.compile_worker"  # the module that compiles
 # A proof is never run, so optimisation would only cost time. The disabled pass would expand every all-to-all into one
 # slice per device, which takes minutes for a thousand devices.
 _SIMULATED = {
@@ -116,7 +117,7 @@ def run_worker(
             variables = environment(target, folder, None if config is None else config.measurements)
         else:
             variables = {**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": target}
-        command = [sys.executable, "-m", "zaya_jax.lab.compile_worker", what, target, *arguments, *files, temporary]
+        command = [sys.executable, "-m", WORKER, what, target, *arguments, *files, temporary]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)  # noqa: S603 (ours)
         if done.returncode:
             raise InputError(f"{failure}: {failure_reason(done.returncode, done.stderr)}")
