@@ -149,7 +149,7 @@ def test_what_depends_on_the_model_alone_happens_once():
 
     def count(frame, event, _):
         name = frame.f_globals.get("__name__", "")
-        if event == "call" and re.match("(jax|jaxlib|flax|zaya_jax)\b", name):
+        if event == "call" and name.split(".")[0] in ("jax", "jaxlib", "flax", "zaya_jax"):
             calls[name, frame.f_code.co_name] += 1
 
     sys.setprofile(count)
