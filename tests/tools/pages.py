@@ -40,10 +40,11 @@ PICTURES = {"docs/loss.png": "runs/tiny/loss.png"}
 _LEFT_OUT = re.compile(
     r"^(make test|python -m venv|\S*pip install|python -m benchmarks (ablations|balance|optimizer))\b.*$", re.MULTILINE
 )
-# `make` would create another virtual environment; `checkpoint diff` exits with 1 if checkpoints differ, which is right.
+# `make` would create another virtual environment; `checkpoint diff` exits with 1 if checkpoints differ, and
+# `doctor` if a device is slow, which is right.
 SHELL = """set -e
 make() { test "$1" = train && python -m zaya_jax.main --config configs/tiny.yaml; }
-python() { command python "$@" || { status=$?; [[ "$3" == diff && $status == 1 ]]; }; }
+python() { command python "$@" || { status=$?; [[ "$3" =~ ^(diff|doctor)$ && $status == 1 ]]; }; }
 """
 _BLOCK = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d[\d,_]*(\.\d+)?(e[+-]?\d+)?")
@@ -73,8 +74,10 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found = _BLOCK.finditer(text)
-    return [Block(each[2], textwrap.dedent(each[3]), each.start(3), each.end(3)) for each in found]
+    return [
+        Block(found[2], textwrap.dedent(found[3]) if found[1] else found[3], found.start(3), found.end(3))
+        for found in _BLOCK.finditer(text)
+    ]
 
 
 def shown(text: str) -> Iterator[tuple[Block, Block]]:
