@@ -175,7 +175,7 @@ $(VENV)-compilers/.stamp: $(SPEC)
 	  echo "'$(VENV)-compilers' exists, but is not a Python environment. Remove it, or choose another: make VENV=.venv2"; \
 	  exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV)-compilers
-	@$(ZAYA_INSTALL) -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt | $(PROGRESS)
+	@$(ZAYA_INSTALL) -e '.[test,compile-cuda,compile-rocm,ports]' -c constraints.txt | $(PROGRESS)
 	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-parity

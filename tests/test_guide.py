@@ -66,7 +66,7 @@ def test_the_guide_answers_the_ten_questions_briefly():
 
 def test_the_pictures_of_the_architecture_name_files_that_exist():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    pictures = "".join(re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    pictures = "".join(re.findall(r"^```none\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     names = re.findall(r"\w+/[\w/]+\.py", pictures)
     assert len(names) > 30
     assert [name for name in names if not (ROOT / "zaya_jax" / name).exists()] == []

@@ -163,7 +163,7 @@ def test_adapters_learn_to_answer_and_nothing_else_moves(tuned, adapted, monkeyp
     saved = sum(x.size for x in jax.tree.leaves(result.state) if x.ndim)
     assert saved < sum(x.size for x in whole.state.params.values())  # moments and all
     models = []
-    monkeypatch.setattr("zaya_jax.train.final_report.generate_tokens", lambda model, *_, **__: (
+    monkeypatch.setattr("zaya_jax.train.sample.generate_tokens", lambda model, *_, **__: (
         models.append(parameters(model)), [Continuation([5, 6], [], stopped=False)])[1])  # fmt: skip
     assert report(config, result).count("Continuation of") == 1
     assert models[0].keys() == whole.state.params.keys()  # of the merged model

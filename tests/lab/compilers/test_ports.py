@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-pytest.importorskip("triton", reason="pip install triton==3.9.0, with Python 3.12")
+pytest.importorskip("triton", reason="the extra ports, with Python 3.12")
 from tests.lab.compilers.ports import PORTS, SUFFIX
 from tests.lab.compilers.test_compiled import SMALL, need_stand_ins
 from tests.train_helpers import ROOT

@@ -1,6 +1,6 @@
 """Ports of four kernels to Triton's own language: emulated, and compiled for GPUs beside the Pallas kernels.
 
-They need Python 3.12 and Triton, which is no part of any extra. `python -m tests.lab.compilers.test_triton_kernels`
+They need Python 3.12 and Triton, which the extra `ports` installs. `python -m tests.lab.compilers.test_triton_kernels`
 prints the table of docs/kernels.md.
 """
 
@@ -24,8 +24,8 @@ from zaya_jax.lab.predict.compilers.toolchain import compile_program, find_toolc
 from zaya_jax.ops.registry import select_kernels
 
 FUSION_WARNING = "ignore:TRITON_DEFAULT_FP_FUSION is unset"  # that of Triton 3.10
-pytestmark = [pytest.mark.compilers, pytest.mark.soak, pytest.mark.filterwarnings(FUSION_WARNING)]
-pytest.importorskip("triton", reason="pip install triton==3.9.0, with Python 3.12")
+pytestmark = [pytest.mark.compilers, pytest.mark.filterwarnings(FUSION_WARNING)]
+pytest.importorskip("triton", reason="the extra ports, with Python 3.12")
 MODULE = "tests.lab.compilers.test_triton_kernels"  # also where it is run as a program
 # Tests of the Pallas kernels, and the kernels whose ports pass them, too.
 OF_PALLAS = {
@@ -36,6 +36,7 @@ OF_PALLAS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", OF_PALLAS)
 def test_emulated_ports_pass_the_tests_of_the_pallas_kernels(name):
     tests = [f"tests/ops/test_{name}_kernel.py", "-k", "equal or any_rows or of_the_reference or parts_of_the_keys"]
