@@ -33,7 +33,7 @@ RECORD = ROOT / "docs" / "outputs.json"
 # The README first, whose runs the others use.
 PAGES = (
     "README.md", "docs/install.md", "docs/data.md", "docs/evaluate.md", "docs/parallel.md", "docs/machine.md",
-    "docs/aegis.md",
+    "docs/aegis.md", "docs/configuration.md",
 )  # fmt: skip
 PICTURES = {"docs/loss.png": "runs/tiny/loss.png"}
 # Tested elsewhere (`make test` runs the tests), hours long, or what this environment has already.
