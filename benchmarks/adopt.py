@@ -80,9 +80,12 @@ def _usable(report: Report, before: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """Return the parts to keep, by file, and sentences on the report and on what of it is not used."""
     used, notes, here = {}, list(report.problems), kernel_digests()
     for name, part in report.parts.items():
-        recorded = before.get(f"{name}.json", part)["date"]
-        if recorded > part["date"]:
-            notes.append(f"{name} is not used: it is of {part['date']}, but {recorded} is recorded.")
+        recorded = before.get(f"{name}.json", part)
+        if recorded["date"] > part["date"]:
+            notes.append(f"{name} is not used: it is of {part['date']}, but {recorded['date']} is recorded.")
+            continue
+        if "failed" in part and "failed" not in recorded:
+            notes.append(f"{name} is not used, since it failed: {part['failed']}")
             continue
         used[f"{name}.json"] = dict(part)
         if "failed" in part:

@@ -1,5 +1,6 @@
 """The Makefile installs what the machine has a use for, shows what it installs, and stops where that fails."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    """Run `make` as from a shell, also where `make test` runs this."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ZAYA_INSTALL")
+    }
+    command = ["make", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture

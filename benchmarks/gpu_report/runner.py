@@ -107,7 +107,10 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         except OSError as error:
             raise InputError(f"--folder ({folder}) cannot be written: {error.strerror}.") from error
         recordings, left = {}, []
-        recorded = read_report(report).parts if report.exists() else {}
+        recorded: Mapping[str, Any] = {}
+        if report.exists():
+            recorded, problems = (earlier := read_report(report)).parts, earlier.problems
+            print("".join(f"{report}: {problem}\n" for problem in problems), end="", flush=True)
         adopted = {path.name: read_json(path) for path in report.with_suffix("").glob("*.json")}
         # What has failed with this code comes last, so that it keeps no time from the others.
         failed = [name for name, row in recorded.items() if "failed" in row and _same_origin(row, header)]

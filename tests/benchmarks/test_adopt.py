@@ -234,23 +234,27 @@ def test_what_cannot_be_used_is_named_and_counted(adopted, clone):
     parts["decode"]["hardware"]["device"] = "cpu of another kind"
     parts["kernels"]["date"] = "2001-01-01"
     parts["state"] |= {"failed": "It broke.", "date": "2100-01-01"}
+    parts["context"] |= {"failed": "It broke, too.", "date": "2100-01-02"}
+    (clone / "benchmarks/gpu/cpu/context.json").unlink()
     parts["tune"]["table"]["operations"]["residual_norm"] = {}
     parts["../../x"] = parts["machine"] | {"part": "../../x"}
     _, out = adopted(report)
     count = len(CPU["parts"])
     for line in (
-        f"{count - 4} of {count + 1} parts of cpu are kept",
+        f"{count - 5} of {count + 1} parts of cpu are kept",
         "step is not used: it is damaged (TypeError",
         "decode is not used: it was measured on 'cpu of another kind', not on cpu.",
         "tune is not used: it is damaged (InputError: its table is not a table of measured kernels",
         "../../x is not used: it is not a part of that name.",
         "kernels is not used: it is of 2001-01-01, but ",
-        "state is kept, but nothing follows from it, since it failed: It broke.",
+        "state is not used, since it failed: It broke.",
+        "context is kept, but nothing follows from it, since it failed: It broke, too.",
         f"2 of {len(own)} operations have other kernels here: attention, experts;",
     ):
         assert f"\n{line}" in out
-    assert "| – | state |" not in (clone / "docs/gpu.md").read_text(encoding="utf-8")
-    assert re.search(r"\| 2 × cpu \| 2100-01-01 \| .*\| state \|", (clone / "docs/gpu.md").read_text(encoding="utf-8"))
+    page = (clone / "docs/gpu.md").read_text(encoding="utf-8")
+    assert "2100-01-01" not in page
+    assert re.search(r"\| 2 × cpu \| 2100-01-02 \| .*\| context \|", page)
 
 
 PLACES = st.sampled_from(

@@ -130,7 +130,7 @@ def test_a_missing_path_is_named_with_the_one_that_was_meant(tmp_path, monkeypat
 
 def test_what_is_named_as_on_the_hub_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "mine").mkdir()
     model = "run hf download Zyphra/ZAYA1-8B --local-dir models/ZAYA1-8B, and"
     data = "run hf download --repo-type dataset org/web.v2 --local-dir data/web.v2, and"
     with pytest.raises(InputError, match=f"^It does not exist. If it is a model .*{model} name that folder.$"):
@@ -139,7 +139,7 @@ def test_what_is_named_as_on_the_hub_gets_the_command_that_downloads_it(tmp_path
         tokenizer_path("Zyphra/ZAYA1-8B")
     with pytest.raises(InputError, match=rf"^The input org/web\.v2 does not exist\. If it is a data set .*{data}"):
         list_units(["org/web.v2"])
-    for path in ("runs/tiny", "a/b/c", "/a/b", "../b", "a/..", "a b/c", "-a", "a/b;c", "tiny"):
+    for path in ("runs/tiny", "mine/tiny", "a/b/c", "/a/b", "../b", "a/..", "a b/c", "-a", "a/b;c", "tiny"):
         assert hub_hint(path) == "", path
 
 

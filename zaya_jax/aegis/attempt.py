@@ -234,7 +234,9 @@ class Attempt:
             job.detect(event)
         if all(end.outcome == 0 for end in self._group.ends):  # else they know more than the leader
             step = job.best_step
-            self._planned = self._planned or Failure(FaultClass.PEERS, "node-lost", None, step, seen.text, step)
+            self._planned = self._planned or Failure(
+                FaultClass.PEERS, "node-lost" if stop.is_lost else "job-stop", None, step, seen.text, step
+            )
         self._kill_at = self._kill_at or now + self._policy.settle_seconds
         if stop.is_lost:  # the others wait for it, and their stacks say no more
             self._group.kill()

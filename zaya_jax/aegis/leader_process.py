@@ -21,6 +21,7 @@ from zaya_jax.run.launcher import split_address
 from zaya_jax.run.signals import warn_once
 
 _RETRY = 0.2  # seconds
+_KILLED = 2.0  # seconds until a killed process is given up
 _LAST_PORT = 2**16 - 1
 _SLOW = 20.0  # seconds that it may take to start
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -44,12 +45,13 @@ def open_listener(coordinator: str, seconds: float) -> socket.socket:
     `JAX_COORDINATOR_BIND_ADDRESS` overrides the address of process 0, as it does for process 0 itself. `PeersMissing`
     if the address cannot be used.
     """
-    host, port = leader_address(os.environ.get(_BIND, coordinator))
+    host, port = leader_address(os.environ.get(_BIND) or coordinator)
     deadline = time.monotonic() + seconds
     while True:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+            both = host == "::" and socket.has_dualstack_ipv6()
+            listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
             if str(address[0]).startswith("127.") and host not in (address[0], "localhost"):
                 reach = f"{host} is {address[0]} on this host, which other hosts cannot reach"
                 warn_once(f"{reach}. If the job has others, set {_BIND} to an ADDRESS:PORT of this host.")
@@ -111,4 +113,5 @@ class LeaderProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+            self._process.wait(_KILLED)

@@ -25,7 +25,7 @@ _GIVE_UP = 8.0  # seconds without a word of the leader after which this node's p
 _MARGIN = 15.0  # seconds to wait longer than the leader, which knows which nodes are missing
 _ANSWER = 2.0  # seconds that connecting and answering may take, each
 _RETRY = 0.2  # seconds
-_FAREWELL = 7.0  # seconds that the leader may take to tell the others how the job ended
+_FAREWELL = 12.0  # seconds that the leader may take to tell the others how the job ended, and to write it
 _REQUESTS = (SupervisorExit.PREEMPTED, SupervisorExit.INTERRUPTED)
 
 
@@ -67,6 +67,7 @@ class Member:
         self._looked = self._began = time.monotonic()
         self._problem = "it does not answer"  # why there is no connection
         self._secret, self._is_foreign = "", False  # of the job, and whether the leader has another
+        self._address: tuple[str, int] | None = None  # of the leader, once it was reached
         self._thread = threading.Thread(target=self._serve, name="member", daemon=True)
         self._thread.start()
 
@@ -173,7 +174,7 @@ class Member:
 
     def _connect(self) -> SecureChannel:
         place, deadline = self._place, time.monotonic() + 2 * _ANSWER
-        connection = socket.create_connection((place.host, place.port), timeout=_ANSWER)
+        connection = socket.create_connection(self._address or (place.host, place.port), timeout=_ANSWER)
         try:
             with self._lock:
                 hello = dataclasses.asdict(self._report)
@@ -183,6 +184,7 @@ class Member:
             connection.close()
             raise
         self._is_foreign = False
+        self._address = connection.getpeername()[:2]  # a name server may be out of reach when the leader is
         return SecureChannel(Peer(connection), key, is_leader=False)
 
     def _find_secret(self) -> str:
@@ -193,9 +195,10 @@ class Member:
         return self._secret
 
     def _heed(self, order: Order) -> None:
-        self.order, self._has_joined = order, True
-        if order.code is not None:
+        self._has_joined = True
+        if order.code is not None:  # first, since another thread reads both
             self.ended = order.code, order.text
+        self.order = order
 
     def _count_quiet(self) -> None:
         """Count the time without a word, but for pauses of this process itself; give up if it is too long."""
@@ -206,7 +209,7 @@ class Member:
         code = SupervisorExit.RETRY_ELSEWHERE
         if self._has_joined and self._quiet > _GIVE_UP:
             problem = f"Node 0, with {leader}, has sent nothing for {_GIVE_UP:g} s ({self._problem})"
-            self.ended = code, f"{problem}, so {self._place.name} must not train on."
+            self.ended = code, f"{problem}, so the processes of {self._place.name} were stopped."
         elif not self._has_joined and now - self._began > self._place.patience + _MARGIN:
             seconds = self._place.patience + _MARGIN
             self.ended = code, f"{self._place.name} could not join {leader} within {seconds:g} s ({self._problem})."

@@ -118,9 +118,10 @@ class Roster:
         return Order(text=text, code=SupervisorExit.CONFIGURATION)
 
     def _add(self, report: Report, now: float) -> None:
+        back, is_known = self.lost.pop(report.index, None), report.index in self.members
         self.members[report.index] = report
-        back = self.lost.pop(report.index, None)
-        self._write("act", "node-joined", text=f"{report.name} {'returned' if back else 'joined'}.")
+        if back or not is_known:  # else its connection broke
+            self._write("act", "node-joined", text=f"{report.name} {'returned' if back else 'joined'}.")
         self._adopt(report, now)
         self.observe(report, now)
 

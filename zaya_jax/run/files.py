@@ -64,10 +64,13 @@ def require_existing(path: Path, named: str) -> None:
         raise InputError(f"{named} cannot be read: {error.strerror}.") from error
 
 
+_LOCAL = ("checkpoints", "configs", "data", "exported", "models", "runs")  # folders, not owners on the Hub
+
+
 def hub_hint(name: str, *, is_data: bool = False) -> str:
     """Return how to download a missing path that is named as on the Hugging Face Hub; '' for other paths."""
     owner, _, repository = name.partition("/")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII) or os.path.lexists(owner):
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII) or os.path.lexists(owner) or owner in _LOCAL:
         return ""
     kind, flags, folder = ("data set", "--repo-type dataset ", "data") if is_data else ("model", "", "models")
     command = f"hf download {flags}{name} --local-dir {folder}/{repository}"
