@@ -162,7 +162,7 @@ def test_prompts_can_be_arrays():
 @pytest.mark.parametrize(
     ("prompts", "steps", "options", "match"),
     [
-        ([], 1, {}, "There is no prompt"),
+        ([], 1, {}, "The list of prompts is empty"),
         ([[1], []], 1, {}, "A prompt is empty"),
         ([[1], [2, 300]], 1, {}, "A prompt contains token 300, but tokens must be from 0 to 299"),
         ([[-1]], 1, {}, "contains token -1"),

@@ -48,14 +48,15 @@ def continuations(
       prompts: token ids, one row for each prompt; rows may differ in length.
       max_new_tokens: largest number of tokens to add to each prompt.
       sampling: how to draw tokens; None takes the most likely one.
-      seeds: seed of each row's random stream; None for 0, 1, …. A row's text depends on its own prompt and seed only.
+      seeds: seed of each row's random stream; None for 0, 1, …. A row's text
+        depends on its prompt, seed and sampling, and on the engine's slots and length.
       stopped: called with a row's index and new tokens after each block; True ends the row.
       block: most decode steps until the next yield.
 
     InputError if there is not one seed a prompt, and see `Engine.submit`.
     """
     if not prompts:
-        raise InputError("There is no prompt to continue, but must be at least one.")
+        raise InputError("The list of prompts is empty, but must have at least one.")
     seeds = range(len(prompts)) if seeds is None else seeds
     if len(seeds) != len(prompts):
         raise InputError(f"There are {len(seeds)} seeds, but must be one for each of {len(prompts)} prompts.")

@@ -25,7 +25,7 @@ from zaya_jax.run.table import size_text
 
 SLOTS = 64  # most requests of `generate_tokens` that are decoded together
 CHUNK = 512  # tokens of a prompt that one call processes
-LEAST = 64  # tokens of a call for a short prompt, or the end of a long one; smallest capacity
+LEAST = 64  # tokens of a call for a short prompt, or the end of a long one
 
 
 class Continuation(NamedTuple):
@@ -120,9 +120,10 @@ class Engine:
         require(slots >= 1, "slots", slots, "at least 1")
         require(1 <= length <= most, "length", length, f"from 1 to {most}, the model's positions")
         self._shards = batch_shards(self.placement.mesh)
-        self.slots, self.length = slots + -slots % self._shards, min(capacity_class(length), most)
-        self.cache_bytes = state_bytes(self._model, self.slots, self.length, self.placement)  # on a device
-        self._check_memory()
+        slots, length = slots + -slots % self._shards, min(capacity_class(length), most)
+        needed = state_bytes(self._model, slots, length, self.placement)
+        _check_memory(slots, length, needed)
+        self.slots, self.length, self.cache_bytes = slots, length, needed  # bytes of a device
         self._state: Any = None
         self._requests: dict[int, _Request] = {}  # all that have not ended, by handle
         self._waiting = collections.deque[int]()  # handles without a slot
@@ -130,14 +131,6 @@ class Engine:
         own = self.slots // self._shards
         # Shards take turns, so that requests are spread over them.
         self._free = collections.deque(shard * own + index for index in range(own) for shard in range(self._shards))
-
-    def _check_memory(self) -> None:
-        cpu = jax.local_devices()[0].platform == "cpu"
-        free = host_free_memory() // jax.local_device_count() if cpu else free_memory()
-        if self.cache_bytes > free:
-            size = f"The cache of {counted(self.slots, 'request')} of {counted(self.length, 'token')} takes"
-            problem = f"{size} {size_text(self.cache_bytes)} on a device, but {size_text(free)} are free"
-            raise InputError(f"{problem}. Generate fewer at once, or shorten prompts and continuations.")
 
     @functools.cached_property
     def _compiled(self) -> tuple[list[jax.Array], Programs]:
@@ -313,3 +306,12 @@ def _check_tokens(what: str, tokens: Iterable[int], config: ModelConfig) -> None
     """Raise `InputError` if a token is outside of the vocabulary."""
     for unknown in (token for token in tokens if not 0 <= token < config.vocab_size):
         raise InputError(f"{what} token {unknown}, but tokens must be from 0 to {config.vocab_size - 1}.")
+
+
+def _check_memory(slots: int, length: int, needed: int) -> None:
+    cpu = jax.local_devices()[0].platform == "cpu"
+    free = host_free_memory() // jax.local_device_count() if cpu else free_memory()
+    if needed > free:
+        size = f"The cache of {counted(slots, 'request')} of {counted(length, 'token')} takes {size_text(needed)}"
+        problem = f"{size} on a device, but {size_text(free)} are free"
+        raise InputError(f"{problem}. Generate fewer at once, or shorten prompts and continuations.")

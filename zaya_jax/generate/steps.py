@@ -88,7 +88,7 @@ def _prefill_shard(ops: Ops, model: Zaya, state: SlotState, chunk: Chunk, rows: 
     """Process the chunk of a shard in its slot, and draw the row's first token."""
     (slot,), (start,), (count,), s = chunk.slot_n, chunk.start_n, chunk.count_n, chunk.tokens_ns.shape[1]
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), state)
-    # Nothing of the request that had the slot before is left, be it infinite.
+    # Clear the slot: masking would keep NaN and infinity of the last request.
     row = jax.tree.map(lambda x: jnp.where((start == 0) & (count > 0), jnp.zeros_like(x), x), row)
     place_s = jnp.arange(s, dtype=jnp.int32)
     real_s = place_s < count

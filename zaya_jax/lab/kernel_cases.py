@@ -191,9 +191,9 @@ def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
         return kernels.ops.attention(q, key, v, query_segments_bs=segments, key_segments_bt=segments)
 
     def decode(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
-        q, key, v, *segments = arrays
-        documents = dict(zip(("query_segments_bs", "key_segments_bt"), segments, strict=True))
-        return kernels.ops.attention(q, key, v, **documents, query_offset=key.shape[1] - 1)
+        q, key, v, *integers = arrays
+        names = "query_segments_bs", "key_segments_bt", "query_offset"
+        return kernels.ops.attention(q, key, v, **dict(zip(names, integers, strict=True)))
 
     q, kv = _array(b, s, h, c, dtype=dtype), _array(b, s, k, c, dtype=dtype)
     flops, floats, sums = 4.0 * b * h * c * s * (s + 1) / 2, (q, kv, kv), _array(b, s, h)
@@ -202,8 +202,9 @@ def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     moved = _size(*floats, *floats, q, q, sums, *integers)
     one, cache = _array(rows, 1, h, c, dtype=dtype), _array(rows, keys, k, c, dtype=dtype)
     floats, documents = (one, cache, cache), (np.ones((rows, 1), np.int32), np.ones((rows, keys), np.int32))
-    moved_once = _size(one, *floats, *documents)
-    decoded = Case("attention", decode, floats, 4.0 * rows * h * c * keys, moved_once, integers=documents)
+    integers = (*documents, np.full(rows, keys - 1, np.int32))  # each row has a length of its own
+    moved_once = _size(one, *floats, *integers)
+    decoded = Case("attention", decode, floats, 4.0 * rows * h * c * keys, moved_once, integers=integers)
     both = _both("attention", case, flops=2.5 * flops, bytes=moved, aim=Aim("tflops", 300))
     return {**both, "attention of a decode": decoded}
 

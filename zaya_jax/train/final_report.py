@@ -86,7 +86,11 @@ def _early_end(config: Config, result: TrainResult) -> list[str]:
     step, best, folder = _steps(result), result.patience, result.run_dir / CHECKPOINTS
     if step >= total_steps(config):
         return []
-    lowest = f"the lowest was {best.lowest:.4f} nats/token at step {best.step}" if best.lowest else "none was finite"
+    lowest = (
+        f"the lowest was {best.lowest:.4f} nats/token at step {best.step}"
+        if best.lowest is not None
+        else "none was finite"
+    )
     waited = counted(best.since, "evaluation")
     reason = f"the held-out loss has not fallen for {waited} (evaluation.patience), and {lowest}"
     kept = [each for each in usable_checkpoints(folder) if each.heldout_loss is not None and each.phase == best.phase]

@@ -116,7 +116,7 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> tu
     state, manifest = read_checkpoint(folder, prepare)
     if is_primary():
         print(printable(f"Resuming from {folder} after step {manifest.step} of {total_steps(config)}."))
-    return _resize_history(config, state), _patience(config, manifest.metadata)
+    return _resize_history(config, state), Patience()  # its own evaluations count
 
 
 def _patience(config: Config, metadata: dict[str, Any]) -> Patience:

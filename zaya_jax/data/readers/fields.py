@@ -85,7 +85,9 @@ def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, st
         refused = SIBLINGS.fullmatch(name) or (name == SYSTEM and not isinstance(value, str))
         if name != field and refused and any(each not in empty for each in parts):
             return "unread field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
-        is_off = value is False or value == "false" or (name == "weight" and value not in (None, 1))
+        flag = value.strip().lower() if isinstance(value, str) else value  # in CSV all values are text
+        is_off = value is False or flag == "false" or (name in ("train", "training") and flag in ("0", "0.0"))
+        is_off |= name == "weight" and flag not in (None, 1, "1", "1.0", "")
         if name != field and FLAGS.fullmatch(name) and is_off:
             return "unread field", f"{name!r} next to {field!r} is {value!r:.50}; leave out what is not trained"
     return None

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class ConsoleReport(MetricSink):
 
     def start(self, step: int = 0) -> None:
         """Print the active preset, and show the bar at `step` until `close`."""
+        self._says_how_long &= not step  # a new run would begin at the first step
         self._bar.reset(self._task, completed=step)  # an update would count the resumed steps as speed
         self._bar.start()
         if header := describe_preset() or self._no_preset:
@@ -121,7 +123,7 @@ class ConsoleReport(MetricSink):
             batch, warmup = self._config.batch_for(phase).tokens, phase.schedule.warmup_tokens if phase.schedule else 0
             steps = round(left * _SHORT / seconds / batch + 0.5)
             tokens = max(warmup, tokens_before(self._config, step) + steps * batch)
-            changes = f"{self._config.phase_key(0)}.tokens={tokens} run_dir={self._config.run_dir}_short"
+            changes = f"{self._config.phase_key(0)}.tokens={tokens} run_dir={shlex.quote(self._config.run_dir)}_short"
             text += f" For one of about {_SHORT // 60}, stop it with Ctrl-C, and add to its command: {changes}"
         if seconds > _SHORT:
             self.say(text)
