@@ -1,4 +1,4 @@
-"""The leader of a job of several nodes: a process of its own on node 0, which the supervisor there restarts.
+"""The leader of a multi-node job: a separate process on node 0, restarted by the supervisor there.
 
 `python -m zaya_jax.aegis.leader JSON`, with the arguments of `Leader` and a listening socket that it inherits.
 """

@@ -14,7 +14,10 @@ from zaya_jax.model.zaya import Zaya, unrolled
 
 
 class GenerationPrograms(NamedTuple):
-    """The compiled programs that an `Engine` runs for prompts of one length, and their arguments."""
+    """Compiled programs of an `Engine` for prompts of one length, in equal chunks, and their arguments.
+
+    An engine itself takes shorter chunks for the end of a prompt.
+    """
 
     prefill: Any  # see `steps.Programs`
     decode: Any  # None without blocks

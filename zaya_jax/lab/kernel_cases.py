@@ -202,7 +202,7 @@ def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     moved = _size(*floats, *floats, q, q, sums, *integers)
     one, cache = _array(rows, 1, h, c, dtype=dtype), _array(rows, keys, k, c, dtype=dtype)
     floats, documents = (one, cache, cache), (np.ones((rows, 1), np.int32), np.ones((rows, keys), np.int32))
-    integers = (*documents, np.full(rows, keys - 1, np.int32))  # each row has a length of its own
+    integers = (*documents, np.full(rows, keys - 1, np.int32))  # lengths can differ between rows
     moved_once = _size(one, *floats, *integers)
     decoded = Case("attention", decode, floats, 4.0 * rows * h * c * keys, moved_once, integers=integers)
     both = _both("attention", case, flops=2.5 * flops, bytes=moved, aim=Aim("tflops", 300))

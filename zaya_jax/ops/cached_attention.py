@@ -1,7 +1,7 @@
 """Attention of new tokens to a cache of keys and values, which they join.
 
-Each row of a cache has a length of its own. Padding after the last new token of a row is not kept, so that rows can
-have different numbers of new tokens. The cache of a layer with a window is a ring: token i is in slot i mod size, and
+Rows of a cache can have different lengths. Padding after the last new token of a row is not kept, so rows can have
+different numbers of new tokens. The cache of a layer with a window is a ring: token i is in slot i mod size, and
 only the last `window` tokens are kept.
 """
 
