@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
@@ -29,8 +30,10 @@ def execute(path: Path) -> nbformat.NotebookNode:
         # Without MPLBACKEND, the kernel draws into the notebook; without XLA_FLAGS, `toy.py` sets its flags.
         kernel = {name: value for name, value in os.environ.items() if name not in {"MPLBACKEND", "XLA_FLAGS"}}
         kernel |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        # Sockets in the folder: another test can take the port that was free when this kernel chose it.
+        manager = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=str(Path(folder) / "kernel"))
         NotebookClient(
-            notebook, kernel_name="python3", timeout=900, record_timing=False, coalesce_streams=True,
+            notebook, km=manager, timeout=900, record_timing=False, coalesce_streams=True,
             resources={"metadata": {"path": str(copy)}},
         ).execute(env=kernel)  # fmt: skip
     return notebook
