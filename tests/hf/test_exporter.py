@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 from tests.checkpoint.saved_helpers import bits
 from tests.helpers import random_values, tiny_config
 from zaya_jax.errors import InputError
-from zaya_jax.hf import exporter as hf_export
 from zaya_jax.hf.exporter import output_folder, read_arrays, write_folder
 from zaya_jax.hf.folder import INDEX, open_folder
 
@@ -54,10 +53,8 @@ def test_each_value_is_asked_for_once_and_one_at_a_time(values, tmp_path):
     assert len(calls) == len(set(calls))
 
 
-def test_values_are_cast_in_blocks_and_as_numpy_casts(values, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf_export, "_BLOCK", 100)
+def test_values_are_cast_as_numpy_casts(values, tmp_path):
     write_folder(tmp_path / "model", CONFIG, read_arrays(values), jnp.bfloat16)
-    monkeypatch.undo()
     low = {name: x if name.endswith("balancing_bias") else x.astype(jnp.bfloat16) for name, x in values.items()}
     write_folder(tmp_path / "cast_before", CONFIG, read_arrays(low), jnp.bfloat16)
     assert bits(tmp_path / "model") == bits(tmp_path / "cast_before")

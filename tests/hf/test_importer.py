@@ -1,4 +1,4 @@
-"""Parameters out of folders: any configuration, any layout of devices, in pieces, without a copy of the whole."""
+"""Parameters out of folders: any configuration, any layout of devices, without a copy of the whole."""
 
 import dataclasses
 import re
@@ -115,17 +115,8 @@ def folder(tmp_path_factory):
 SOME = ("embedding", "blocks.1.attention.query", GAMMA, GATE_UP)  # tensors with an axis of vocabulary, of heads, none
 
 
-@pytest.mark.parametrize("piece", [64, 700])
-def test_tensors_come_in_pieces(folder, piece, monkeypatch):
-    monkeypatch.setattr(hf_import, "PIECE", piece)
-    path, values, _ = folder
-    some = {name: values[name] for name in SOME}
-    for name, x in read_parameters(open_folder(path), abstract_of(some)).items():
-        np.testing.assert_array_equal(x, values[name], err_msg=name)
-
-
 def test_what_is_compiled_depends_on_shapes_and_not_on_layers(tmp_path):
-    """Those of one leaf are compiled once, for all groups of layers and all pieces but the last."""
+    """Those of one leaf are compiled once, for all groups of layers."""
     config = tiny_config(num_layers=6)
     values = {name: x for name, x in values_of(config).items() if name in (GAMMA, GATE_UP)}
     write_folder(tmp_path, config, read_arrays(values_of(config)), "float32")
@@ -162,48 +153,42 @@ def test_a_value_that_is_not_finite_is_refused_and_its_tensor_named(folder, valu
         read_parameters(open_folder(tmp_path / "model"), abstract_of(leaf, dtype=dtype))
 
 
-def read_on_devices(path: str, names: tuple[str, ...], parallel: ParallelConfig, piece: int):
+def read_on_devices(path: str, names: tuple[str, ...], parallel: ParallelConfig):
     """Parameters read into the shards of a layout; runs where there are devices."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_import, "PIECE", piece)
-        opened = open_folder(path)
-        model, mesh = abstract_model(opened.config), make_mesh(parallel)
-        placed = place_leaves(tree.shapes(model), tree.roles(model), mesh)
-        shapes = {**tree.shapes(model), **{n: x.shape for n, x in jax.eval_shape(tree.balancing_biases, model).items()}}
-        specs = {name: placed[name].stored if name in placed else PartitionSpec() for name in shapes}
-        abstract = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32, sharding=NamedSharding(mesh, specs[name]))
-                    for name in names}  # fmt: skip
-        loaded = read_parameters(opened, abstract)
-        assert all(x.sharding == abstract[name].sharding for name, x in loaded.items())
-        split = [name for name, x in loaded.items() if x.addressable_shards[0].data.size < x.size]
-        text = _collectives(loaded["blocks.0.mixture.experts.gate_up"])
-        return {name: np.asarray(x) for name, x in loaded.items()}, split, text
+    opened = open_folder(path)
+    model, mesh = abstract_model(opened.config), make_mesh(parallel)
+    placed = place_leaves(tree.shapes(model), tree.roles(model), mesh)
+    shapes = {**tree.shapes(model), **{n: x.shape for n, x in jax.eval_shape(tree.balancing_biases, model).items()}}
+    specs = {name: placed[name].stored if name in placed else PartitionSpec() for name in shapes}
+    abstract = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32, sharding=NamedSharding(mesh, specs[name]))
+                for name in names}  # fmt: skip
+    loaded = read_parameters(opened, abstract)
+    assert all(x.sharding == abstract[name].sharding for name, x in loaded.items())
+    split = [name for name, x in loaded.items() if x.addressable_shards[0].data.size < x.size]
+    text = _collectives(loaded["blocks.0.mixture.experts.gate_up"])
+    return {name: np.asarray(x) for name, x in loaded.items()}, split, text
 
 
 def _collectives(leaf):
-    """The collectives in what writes a part of a layer's experts, sharded like all of them."""
-    shape = (leaf.shape[1], 4, *leaf.shape[3:])
-    here = hf_import._piece_sharding(leaf, shape, hf_import._spec(leaf, 1), 1)
-    piece = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here)
-    assert here.shard_shape(shape)[0] == shape[0] // len(leaf.addressable_shards), "a device gets its own experts"
-    start = jax.ShapeDtypeStruct((), np.int32)
-    lowered = hf_import._writer(leaf.sharding).lower(leaf, piece, {0: start, 2: start})
+    """The collectives in what writes a layer's experts, sharded like all of them."""
+    here = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
+    layer = jax.ShapeDtypeStruct(leaf.shape[1:], jnp.bfloat16, sharding=here)
+    lowered = hf_import._writer(leaf.sharding).lower(leaf, layer, jax.ShapeDtypeStruct((), np.int32))
     lines = lowered.compile().as_text().splitlines()
     moved = [line for line in lines if " all-" in line or "collective-permute(" in line]
-    return [line for line in moved if "pred[]" not in line]  # whether the piece is finite, of one bit
+    return [line for line in moved if "pred[]" not in line]  # whether the layer is finite, of one bit
 
 
 @pytest.mark.parametrize(
-    ("parallel", "piece", "layout"),
-    [(ParallelConfig(fsdp=8), 2**28, "legacy"), (ParallelConfig(fsdp=4, expert=2), 900, "hf")],
+    ("parallel", "layout"), [(ParallelConfig(fsdp=8), "legacy"), (ParallelConfig(fsdp=4, expert=2), "hf")]
 )
-def test_arrays_are_equal_on_eight_devices(folder, parallel, piece, layout, tmp_path):
+def test_arrays_are_equal_on_eight_devices(folder, parallel, layout, tmp_path):
     _, values, config = folder
     path = tmp_path / "model"
     names = (*SOME, "blocks.0.attention.query", "blocks.1.mixture.experts.down", BIAS)
     write_folder(path, config, read_arrays(values), "bfloat16", layout)
     here = "tests.hf.test_importer:read_on_devices"
-    loaded, split, collectives = on_devices(8, here, str(path), names, parallel, piece)
+    loaded, split, collectives = on_devices(8, here, str(path), names, parallel)
     assert loaded.keys() == set(names)
     for name, x in loaded.items():
         np.testing.assert_array_equal(x, values[name].astype(np.float32), err_msg=name)

@@ -1,6 +1,7 @@
 """Write a `transformers` folder in either layout, one layer at a time, as a whole or not at all."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -33,7 +34,6 @@ LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[
     "legacy": (to_legacy, legacy_tensors),
 }
 CARD = "README.md"
-_BLOCK = 2**26  # bytes of a tensor cast at once
 
 Read = Callable[[str, int | None], np.ndarray]
 
@@ -41,7 +41,7 @@ Read = Callable[[str, int | None], np.ndarray]
 def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax.typing.DTypeLike,
                  layout: Layout = "hf", carry: str | Path | None = None, card: str | None = None,
                  max_shard_bytes: int = 5 * 10**9) -> None:  # fmt: skip
-    """Write a model atomically, from one process; the host holds one layer of one parameter at a time.
+    """Write a model atomically, from one process; the host holds one or two layers of a parameter at a time.
 
     `read` returns a parameter, given its name (`model.tree`) and its index in the stack (None if it is not stacked).
     Parameters get `dtype`; balancing biases are always fp32. The `layout` is 'hf' for current `transformers`
@@ -58,7 +58,9 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
     files, ids = complete_tokenizer_files(carry)
     files |= {"config.json": json_text(described | ids)} | ({CARD: card} if card else {})
     with output_folder(folder, files) as partial:
-        _write_weights(partial, list(names(config)), _latest(read), kind, max_shard_bytes)
+        # The legacy layout asks for a parameter once for each expert.
+        read_once = functools.lru_cache(maxsize=1)(read)
+        _write_weights(partial, list(names(config)), read_once, kind, max_shard_bytes)
 
 
 def stored_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
@@ -110,42 +112,20 @@ def write_tensors(folder: Path, files: Mapping[str, list[HfTensor]], read: Read,
     total = sum(tensor.bytes for tensors in described.values() for tensor in tensors.values())
     with WorkProgress("exporting", total) as progress:
 
-        def pieces(row: HfTensor, dtype: np.dtype) -> Iterator[memoryview]:
-            for piece in _pieces(row, read, dtype):
-                yield piece
-                progress.add(len(piece))
+        def content(row: HfTensor, tensor: TensorHeader) -> memoryview:
+            ours = read(row.leaf, row.group)
+            theirs = row.to_theirs(ours if row.part is None else ours[row.part])
+            values = finite_cast(theirs, tensor.dtype, row.name, "export an earlier checkpoint")
+            progress.add(tensor.bytes)
+            return values.reshape(-1).view(np.uint8).data
 
         for name, rows in files.items():
-            content = [pieces(row, described[name][row.name].dtype) for row in rows]
-            write_file(folder / name, described[name], content)
+            write_file(folder / name, described[name], (content(row, described[name][row.name]) for row in rows))
 
 
 def _described(rows: list[HfTensor], dtype: np.dtype) -> dict[str, TensorHeader]:
     exact = np.dtype(np.float32)
     return {row.name: TensorHeader(exact if is_balancing_bias(row.leaf) else dtype, row.shape) for row in rows}
-
-
-def _pieces(tensor: HfTensor, read: Read, dtype: np.dtype) -> Iterator[memoryview]:
-    """Yield a tensor's bytes, converted a few rows at a time."""
-    ours = read(tensor.leaf, tensor.group)
-    x = tensor.to_theirs(ours if tensor.part is None else ours[tensor.part])
-    rows = max(1, _BLOCK // max(1, x[:1].nbytes))
-    for at in range(0, len(x), rows):
-        block = finite_cast(x[at : at + rows], dtype, tensor.name, "export an earlier checkpoint")
-        yield block.reshape(-1).view(np.uint8).data
-
-
-def _latest(read: Read) -> Read:
-    """Cache the last result of `read`, since the legacy layout stores the experts of one parameter separately."""
-    last: dict[tuple[str, int | None], np.ndarray] = {}
-
-    def read_once(name: str, group: int | None) -> np.ndarray:
-        if (name, group) not in last:
-            last.clear()  # free the memory before the next read
-            last[name, group] = read(name, group)
-        return last[name, group]
-
-    return read_once
 
 
 _WRITTEN = ("*model*.safetensors", "*model*.safetensors.partial", INDEX, "config.json", "adapter_config.json")

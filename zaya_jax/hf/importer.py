@@ -1,11 +1,11 @@
 """Load parameters from a `transformers` folder directly into device shards.
 
-The host holds one piece of one tensor at a time: it maps the piece from the file, copies it to the devices in the
-stored dtype, and casts and places it there. Every process maps the same files and reads only what its devices need.
+The host holds one layer of one parameter at a time: it maps the tensors from the file, copies them to the devices in
+the stored dtype, and casts and places them there. Every process maps the same files and reads only what its devices
+need.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +23,6 @@ from zaya_jax.model.hf_names import HfTensor
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import abstract_weights
 from zaya_jax.run.progress import WorkProgress
-
-PIECE = 2**28  # maximum bytes of a tensor in host memory at once
 
 
 def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -73,72 +71,32 @@ def _open(tensor: HfTensor, stored: TensorFile) -> np.ndarray:
 def _placed(leaf: jax.Array, group: int | None, views: list[np.ndarray]) -> tuple[jax.Array, bool]:
     """Write a layer's parameter into its place in `leaf`, which is donated; also return whether it is finite.
 
-    `views` are concatenated along their first axis. Each device gets only its own part.
+    `views` are one array or, of experts in separate tensors, one each. Each device gets only its own part.
     """
-    stack, finite = leaf.ndim - views[0].ndim, True
-    shape, spec = leaf.shape[stack:], _spec(leaf, stack)
-    starts = {} if group is None else {0: np.int32(group)}
-    axis, step = _cut(views, shape, spec)
-    for at in range(0, max(shape[axis], 1), step):
-        cut = range(at, min(at + step, shape[axis]))
-        if len(cut) != shape[axis]:
-            starts[stack + axis] = np.int32(at)
-        piece = (*shape[:axis], len(cut), *shape[axis + 1 :])
-        sharding = _piece_sharding(leaf, piece, spec, stack)
-        placed = jax.make_array_from_callback(piece, sharding, functools.partial(_read, views, axis, cut))
-        leaf, good = _writer(leaf.sharding)(leaf, placed, starts)
-        finite = finite and bool(good)  # wait, or the host would run ahead and hold many pieces
-    return leaf, finite
+    stack, sharding = leaf.ndim - views[0].ndim, leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[stack:]))
 
+    def read(index: Any) -> np.ndarray:
+        if len(views) == 1:
+            return np.ascontiguousarray(views[0][index])
+        return np.concatenate([view[:, *index[1:]] for view in views[index[0]]])
 
-def _read(views: list[np.ndarray], axis: int, cut: range, index: Any) -> np.ndarray:
-    """Read what is at `index`, a tuple of slices, in the range `cut` of `axis` of the concatenation of `views`."""
-    own = cut[index[axis]]
-    index = (*index[:axis], slice(own.start, own.stop), *index[axis + 1 :])
-    first, last, _ = index[0].indices(sum(map(len, views)))
-    parts, begin = [], 0
-    for view in views:
-        parts.append(view[(slice(max(first - begin, 0), max(last - begin, 0)), *index[1:])])
-        begin += len(view)
-    return np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
-
-
-def _spec(leaf: jax.Array, stack: int) -> tuple[Any, ...]:
-    """Return the partition spec of the axes after the stack; unsharded if the sharding is not a `NamedSharding`."""
-    if not isinstance(leaf.sharding, NamedSharding):
-        return (None,) * (leaf.ndim - stack)
-    spec = (*leaf.sharding.spec, *[None] * leaf.ndim)
-    return spec[stack : leaf.ndim]
-
-
-def _cut(views: list[np.ndarray], shape: tuple[int, ...], spec: tuple[Any, ...]) -> tuple[int, int]:
-    """Choose an axis that is not sharded for cutting a parameter into pieces, and the length of a piece."""
-    free = [axis for axis, over in enumerate(spec) if over is None] or [0]
-    strides = views[0].strides if len(views) == 1 else (views[0].nbytes, *views[0].strides[1:])
-    axis = max(free, key=lambda axis: strides[axis] if shape[axis] > 1 else 0)
-    count = max(1, math.ceil(sum(view.nbytes for view in views) / PIECE))
-    return axis, max(1, math.ceil(shape[axis] / count))
-
-
-def _piece_sharding(leaf: jax.Array, piece: tuple[int, ...], spec: tuple[Any, ...], stack: int) -> Sharding:
-    """Shard a piece like its parameter, except along the axes that are cut."""
-    if not isinstance(leaf.sharding, NamedSharding):
-        return leaf.sharding
-    kept = [over if size == full else None for over, size, full in zip(spec, piece, leaf.shape[stack:], strict=True)]
-    return NamedSharding(leaf.sharding.mesh, PartitionSpec(*kept))
+    layer = jax.make_array_from_callback(leaf.shape[stack:], sharding, read)
+    leaf, finite = _writer(leaf.sharding)(leaf, layer, np.int32(group or 0))
+    return leaf, bool(finite)  # waits, or the host would run ahead and hold many layers
 
 
 @functools.lru_cache(maxsize=64)
 def _writer(sharding: Sharding) -> Callable[..., jax.Array]:
-    """Return a jitted function that writes a piece into its place; start indices are arguments, to compile only once.
+    """Return a jitted function that writes a layer into its place; that is an argument, to compile only once.
 
     It also checks for finite values, on devices and after the cast, so that all processes get the same answer.
     """
 
-    def write(leaf: jax.Array, piece: jax.Array, starts: dict[int, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        piece = piece.astype(leaf.dtype).reshape((1,) * (leaf.ndim - piece.ndim) + piece.shape)
-        at = [starts.get(axis, np.int32(0)) for axis in range(leaf.ndim)]
-        return jax.lax.dynamic_update_slice(leaf, piece, at), jnp.isfinite(piece).all()
+    def write(leaf: jax.Array, layer: jax.Array, group: jax.Array) -> tuple[jax.Array, jax.Array]:
+        layer = layer.astype(leaf.dtype).reshape((1,) * (leaf.ndim - layer.ndim) + layer.shape)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, layer, group, 0), jnp.isfinite(layer).all()
 
     replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
     return jax.jit(write, donate_argnums=0, out_shardings=(sharding, replicated))

@@ -26,7 +26,6 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-Pieces = Iterable[bytes | memoryview]  # of a tensor's bytes
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -87,10 +86,10 @@ def read_header(path: Path) -> dict[str, TensorFile]:
     return tensors
 
 
-def write_file(path: Path, described: Mapping[str, TensorHeader], content: Iterable[Pieces]) -> None:
+def write_file(path: Path, described: Mapping[str, TensorHeader], content: Iterable[bytes | memoryview]) -> None:
     """Write or replace a file tensor by tensor, atomically and durably.
 
-    `content` has the pieces of the bytes of each tensor of `described`, in that order; ValueError if these are not all.
+    `content` has the bytes of each tensor of `described`, in that order; ValueError if these are not all.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
@@ -101,7 +100,6 @@ def write_file(path: Path, described: Mapping[str, TensorHeader], content: Itera
     text += b" " * (-len(text) % 8)  # aligns the tensors to the size of their dtype
     with new_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, tensor), pieces in zip(described.items(), content, strict=True):
-            written = sum(file.write(piece) for piece in pieces)
-            if written != tensor.bytes:
+        for (name, tensor), data in zip(described.items(), content, strict=True):
+            if (written := file.write(data)) != tensor.bytes:
                 raise ValueError(f"The tensor {name} has {written} bytes, but {tensor.bytes} were declared.")
