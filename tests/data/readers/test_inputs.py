@@ -256,9 +256,9 @@ def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text_si
     (b'{"text": "' + b"a" * 2**21 + b'"}\n', "jsonl"),
     (b" \n" * 200 + b'{"text": "a"}\n', "jsonl"),
     (b'\xef\xbb\xbf{"text": "a"}', "jsonl"),
-    (b'[{"text": "' + b"a" * 2**21 + b'"}]', "json_array"),
-    (b'\xef\xbb\xbf\n [\n{"text": "a"}]', "json_array"),
-    (b"[" * 100_000, "json_array"),
+    (b'[{"text": "' + b"a" * 2**21 + b'"}]', "jsonl"),
+    (b'\xef\xbb\xbf\n [\n{"text": "a"}]', "jsonl"),
+    (b"[" * 100_000, "jsonl"),
     (b"\n", None),
 ])  # fmt: skip
 def test_the_first_line_of_a_json_file_decides_however_long_and_wherever_it_is(tmp_path, content, kind):

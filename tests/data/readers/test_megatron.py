@@ -18,7 +18,7 @@ documents = st.lists(st.lists(st.lists(ids, max_size=5), max_size=3), min_size=1
 
 
 def one_unit(path):
-    return Unit("megatron", (str(path),), 0, open_index(str(path)).documents, path.stat().st_size)
+    return Unit("megatron", (str(path),), 0, len(open_index(str(path)).bounds) - 1, path.stat().st_size)
 
 
 @given(

@@ -66,7 +66,7 @@ def test_a_pair_has_texts_and_other_keys_are_counted(question, wrong):
 ])  # fmt: skip
 def test_a_list_that_cannot_be_read_is_refused(tmp_path, read_all, monkeypatch, content, message):
     (tmp_path / "a.json").write_text(content)
-    monkeypatch.setattr("zaya_jax.data.readers.json_array.LONGEST", 50 if message.endswith("-c") else 2**27)
+    monkeypatch.setattr("zaya_jax.data.readers.fields.LONGEST", 50 if message.endswith("-c") else 2**27)
     with pytest.raises(InputError, match=message):
         read_all(list_units([tmp_path / "a.json"]))
 

@@ -3,24 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
-
-Reason = Literal[
-    "invalid JSON",
-    "invalid CSV",
-    "not UTF-8",
-    "empty",
-    "no field",
-    "wrong type",
-    "unread field",
-    "too large",
-    "ended its process",
-]
 
 # A text, chat messages (a list, or an object if they come with tools; validated later), or token ids of Megatron.
 Value = str | list[Any] | dict[str, Any] | np.ndarray
@@ -71,7 +59,7 @@ class BadDocument(NamedTuple):
 
     file: str  # path
     line: int  # see `Document.line`
-    reason: str  # a category to count, such as a `Reason`
+    reason: str  # a category to count, such as `not UTF-8`
     detail: str  # exact problem, as a clause
     bytes = 0
     unread = ()
@@ -84,7 +72,7 @@ class Parsed(NamedTuple):
     """What a line, row or object holds."""
 
     value: Any = ""  # see `Value`
-    bad: tuple[Reason, str] | None = None  # why it cannot be used, see `BadDocument`
+    bad: tuple[str, str] | None = None  # why it cannot be used, see `BadDocument`
     unread: Sequence[str] = ()  # see `Document`
 
     def entry(self, file: str, size: int, lines_before: int, first: FirstLine) -> Entry:

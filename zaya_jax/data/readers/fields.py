@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
-from zaya_jax.data.readers.documents import Parsed, Reason
+from zaya_jax.data.readers.documents import Parsed
 
 LONGEST = 2**27  # bytes of a document; to encode one takes 100 times as much memory
 CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
@@ -78,7 +78,7 @@ def with_tools(messages: Any, tools: Any) -> Any:
     return {"messages": messages, "tools": tools} if tools else messages
 
 
-def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
+def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[str, str] | None:
     """Return why a conversation with a field of `SIBLINGS` or `FLAGS` cannot be used; None if these are empty."""
     for name, value in beside.items():
         parts, empty = (value.values(), EMPTY) if isinstance(value, dict) else ([value], OFF)
@@ -99,7 +99,7 @@ def unread_keys(beside: Mapping[str, Any], field: str) -> tuple[str, ...]:
     return tuple(name for name, value in beside.items() if name not in read and value not in EMPTY)
 
 
-def rejection(value: object, field: str) -> tuple[Reason, str]:
+def rejection(value: object, field: str) -> tuple[str, str]:
     """Return why a value, or the error of reading it, is no document: the reason, and a clause that names the field."""
     match value:
         case None:

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 import sys
-from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 
 from zaya_jax.config.checks import counted, list_counts, require
 from zaya_jax.data.readers.documents import Entry, Format, InputFile, Unit, reading
-from zaya_jax.data.readers.jsonl import plain_lines
+from zaya_jax.data.readers.jsonl import is_list, plain_lines
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.files import hub_hint, read_object, read_start
+from zaya_jax.run.files import hub_hint, read_object
 
 PACKED = ("gz", "zst", "bz2", "xz")
 # `Unit.format` → suffixes of its files. To add a format, add a module that defines `FORMAT`, and lines here.
@@ -28,7 +27,6 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "arrow": (".arrow",),
     "megatron": (".bin",),
     "csv_table": (".csv",),
-    "json_array": (),  # a .json file that is named, and begins with a list
     "text": (),  # suffixes are an argument of `list_units`
 }
 _MODULES = {"parquet": "tables", "arrow": "tables"}  # others are named like the format
@@ -111,21 +109,15 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
         raise InputError(f"The input {path} does not exist.{hint}")
     # Check existence first, so that a missing file with an unknown suffix is reported as missing.
     kind = _format(path.name, suffixes) or ("jsonl" if path.suffix == ".json" else None)
-    if kind == "jsonl" and path.suffix == ".json" and path.is_file() and _starts_with_list(path):
-        kind = "json_array"
     file = _file(path, kind or "text")
     if kind is None:
         raise InputError(f"The file {path} has an unknown suffix; known suffixes are {_known(suffixes)}.")
     if not file.bytes:
         raise InputError(f"The file {path} is empty; leave it out.")
-    if kind == "jsonl" and path.suffix == ".json" and not _has_objects(path, 1):
+    if kind == "jsonl" and path.suffix == ".json" and not (is_list(str(path)) or _has_objects(path, 1)):
         allowed = "must have one per line, or one list of them"
         raise InputError(f"The file {path} has no JSON object in its first line, but {allowed}.")
     return [file]
-
-
-def _starts_with_list(path: Path) -> bool:
-    return read_start(path, 1000).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _walk(folder: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> Iterator[InputFile]:

@@ -1,4 +1,4 @@
-"""Read JSONL files: one JSON object per line, plain or compressed.
+"""Read JSON: files with an object per line, plain or compressed, and `.json` files that are one list of objects.
 
 Lines are read one at a time; one of over `LONGEST` bytes is a bad document. Only a newline byte ends a line. Blank
 lines are skipped silently, as other tools do. NaN and Infinity are accepted, as in Python's `json`.
@@ -20,6 +20,8 @@ from typing import IO, Any
 import zstandard
 
 from zaya_jax.data.readers import documents, fields
+from zaya_jax.errors import InputError
+from zaya_jax.run.files import read_start
 
 _READ_BYTES = 2**20  # bytes
 _FRAME_READ_BYTES = 2**12  # bytes; in zstd, 4 of them can stand for 128 KiB
@@ -38,14 +40,21 @@ _DAMAGE = EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError  # what deco
 
 
 def cut_jsonl(files: Sequence[documents.InputFile], unit_bytes: int) -> Iterator[documents.Unit]:
-    """Cut at multiples of `unit_bytes`; a compressed file is one unit, and one of nothing is none."""
+    """Cut at multiples of `unit_bytes`; a list or a compressed file is one unit, and one of nothing is none."""
     for file in filter(_has_lines, files):
-        if file.path.endswith(COMPRESSED):
+        if file.path.endswith(COMPRESSED) or is_list(file.path):
             yield from documents.cut_evenly(lambda path: 1, [file], unit_bytes)
             continue
         for start in range(0, file.bytes, unit_bytes):
             stop = min(start + unit_bytes, file.bytes)
             yield documents.Unit("jsonl", (file.path,), start, stop, stop - start)
+
+
+def is_list(file: str) -> bool:
+    """Return whether a file is one list, as Alpaca's is; it is in memory while it is read."""
+    with documents.reading(f"The file {file}"):
+        start = read_start(file, 1000) if file.endswith(".json") else b""
+    return start.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _has_lines(file: documents.InputFile) -> bool:
@@ -65,6 +74,9 @@ def read_jsonl(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
     unit, and `[from byte N]` is appended to the file name.
     """
     [file] = unit.files
+    if is_list(file):
+        yield from _items(file, field, unit.bytes)
+        return
     if file.endswith(COMPRESSED):
         with _open(file, buffering=0) as raw, closing(_decompress(file, raw)) as stream:
             yield from _documents(file, field, _lines(file, stream, raw, math.inf), documents.FirstLine())
@@ -76,6 +88,21 @@ def read_jsonl(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
     elif start:
         first = documents.FirstLine(partial(_line_number, file, start))
     yield from _documents(file, field, lines, first)
+
+
+def _items(file: str, field: str, size: int) -> Iterator[documents.Entry]:
+    if size > fields.LONGEST:
+        advice = f"Convert it, for example with: jq -c '.[]' {file} > {Path(file).with_suffix('.jsonl')}"
+        raise InputError(f"The file {file} is one JSON list of more than {fields.LONGEST:,} bytes. {advice}")
+    try:
+        with _open(file) as stream:
+            records = json.loads(stream.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"The file {file} is not valid JSON: {error}.") from error
+    first = documents.FirstLine()
+    for index, record in enumerate(records):
+        share = documents.even_share(size, len(records), index, index + 1)
+        yield read_object(record, field).entry(file, share, index, first)
 
 
 def _documents(

@@ -31,12 +31,13 @@ _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4",
 
 
 class Index(NamedTuple):
-    """The header of an `.idx` file, checked against the sizes of both files."""
+    """An `.idx` file, mapped, and checked against the sizes of both files."""
 
     file: str  # path of the `.idx`
     dtype: np.dtype  # integer dtype of a token
-    sequences: int
-    documents: int
+    lengths: np.ndarray  # int32 [sequences], in tokens
+    pointers: np.ndarray  # int64 [sequences], start of each in the `.bin`, in bytes
+    bounds: np.ndarray  # int64 [documents + 1], the document indices
     bin_bytes: int  # size of the `.bin`
 
 
@@ -72,8 +73,10 @@ def open_index(file: str) -> Index:
             f"The Megatron index {path} has {size} bytes, but its header lists {sequences} sequences and "
             f"{indices} document indices, which take {expected}; the index is damaged."
         )
-    index = Index(path, integers[code], sequences, indices - 1, bin_bytes)
-    ends = [int(_numbers(index, "documents", i, i + 1)[0]) for i in (0, index.documents)]
+    mapped = np.memmap(path, np.uint8, "r", HEADER.size)
+    lengths, pointers, bounds = np.split(mapped, [4 * sequences, 12 * sequences])
+    index = Index(path, integers[code], lengths.view("<i4"), pointers.view("<i8"), bounds.view("<i8"), bin_bytes)
+    ends = [int(index.bounds[0]), int(index.bounds[-1])]
     if ends != [0, sequences]:
         actual = f"are sequences {ends[0]} to {ends[1]}, but must be 0 to {sequences} (all of them)"
         raise InputError(f"The documents of the Megatron index {path} {actual}.")
@@ -89,13 +92,13 @@ def read_megatron(unit: Unit, field: str = "") -> Iterator[Document | BadDocumen
     del field
     [file] = unit.files
     index = open_index(file)
-    require_pieces(unit, index.file, index.documents, "document")
-    bounds = _numbers(index, "documents", unit.start, unit.stop + 1)
-    if np.any(bounds < 0) or np.any(bounds > index.sequences) or np.any(np.diff(bounds) < 0):
-        problem = f"its document indices must rise from 0 to {index.sequences}"
+    require_pieces(unit, index.file, len(index.bounds) - 1, "document")
+    bounds, sequences = np.array(index.bounds[unit.start : unit.stop + 1]), len(index.lengths)
+    if np.any(bounds < 0) or np.any(bounds > sequences) or np.any(np.diff(bounds) < 0):
+        problem = f"its document indices must rise from 0 to {sequences}"
         raise InputError(f"The Megatron index {index.file} is damaged: {problem}.")
     begin, end = int(bounds[0]), int(bounds[-1])
-    lengths, pointers = _numbers(index, "lengths", begin, end), _numbers(index, "pointers", begin, end)
+    lengths, pointers = np.array(index.lengths[begin:end]), np.array(index.pointers[begin:end])
     room = (index.bin_bytes - pointers) // index.dtype.itemsize  # tokens behind each pointer
     outside = (lengths < 0) | (pointers < 0) | (room < lengths)
     if outside.any():
@@ -120,19 +123,5 @@ def read_megatron(unit: Unit, field: str = "") -> Iterator[Document | BadDocumen
             yield Document(ids, file, size, number, first)
 
 
-def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
-    lengths_end = HEADER.size + 4 * index.sequences
-    dtype, offset = {
-        "lengths": ("<i4", HEADER.size),
-        "pointers": ("<i8", lengths_end),
-        "documents": ("<i8", lengths_end + 8 * index.sequences),
-    }[name]
-    numbers = np.fromfile(index.file, dtype, stop - start, offset=offset + np.dtype(dtype).itemsize * start)
-    if len(numbers) != stop - start:
-        raise InputError(f"The Megatron index {index.file} became shorter; do not change inputs during a preparation.")
-    return numbers
-
-
-FORMAT = Format(
-    partial(cut_evenly, lambda path: open_index(path).documents), read_megatron, lambda path: (index_path(path),)
-)
+_cut = partial(cut_evenly, lambda path: len(open_index(path).bounds) - 1)
+FORMAT = Format(_cut, read_megatron, lambda path: (index_path(path),))
