@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import Config, from_dict
+from zaya_jax.data.loading.batches import Batch, heldout_text
 from zaya_jax.data.prepare.manifest import Manifest
 from zaya_jax.data.prepare.preparation import TOKENIZER, write_merged
 from zaya_jax.data.prepare.shard_conversion import Conversion, Record, remove_notes
@@ -34,6 +35,12 @@ def _records(unit: tuple[str, list[Any]]) -> Iterator[Record]:
         else:
             tokens = np.array(document, token_dtype(VOCAB))
             yield Record(split, tokens.tobytes(), len(tokens), len(tokens))
+
+
+def heldout_batches(*arguments: Any, **options: Any) -> Iterator[Batch]:
+    """The batches of `heldout_text`; none if no phase reads the source."""
+    text = heldout_text(*arguments, **options)
+    return text.read() if text else iter(())
 
 
 def write_source(folder: Path, train: list[Any], heldout: list[Any], kind: str = "tokens", shards: int = 1) -> Manifest:

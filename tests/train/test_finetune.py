@@ -27,7 +27,7 @@ from tests.train_helpers import (
 )
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
-from zaya_jax.data.loading.batches import heldout_batches, train_batches
+from zaya_jax.data.loading.batches import heldout_text, train_batches
 from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
@@ -207,7 +207,7 @@ def test_the_merged_model_has_the_loss_of_the_run(adapted):
     program = make_program(plain)
     step = fast_jit(program.evaluation_step)
     model = ModelSnapshot(parameters(result.model), result.state.balance, {}, program.placement, step)
-    batches = heldout_batches(config, result.prepared, "talk", config.evaluation.batches)
+    batches = heldout_text(config, result.prepared, "talk", config.evaluation.batches).read()
     assert heldout_loss(model, batches) == result.heldout_by_source["talk"]
 
 

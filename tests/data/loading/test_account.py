@@ -8,10 +8,9 @@ import pytest
 import tokenizers
 
 from tests.config_helpers import changed
-from tests.data_helpers import run_config, small_tokenizer, write_source
+from tests.data_helpers import heldout_batches, run_config, small_tokenizer, write_source
 from zaya_jax.data.describe import describe
 from zaya_jax.data.loading.account import account, account_lines
-from zaya_jax.data.loading.batches import heldout_batches
 from zaya_jax.data.loading.run_plan import plan_run
 from zaya_jax.data.loading.sources import open_sources
 from zaya_jax.data.prepare.document_encoder import PrepareSettings

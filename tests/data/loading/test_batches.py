@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.config_helpers import changed, row_ranges
-from tests.data_helpers import run_config, write_source
+from tests.data_helpers import heldout_batches, run_config, write_source
 from zaya_jax.config import BatchConfig, PhaseConfig, SourceConfig, Table
 from zaya_jax.config.stages import first_step, phase_steps, rows_before, stage_at, total_steps
-from zaya_jax.data.loading.batches import _part_bytes, heldout_batches, heldout_text, train_batches
+from zaya_jax.data.loading.batches import _part_bytes, heldout_text, train_batches
 from zaya_jax.data.loading.packed_rows import DocumentPart
 from zaya_jax.data.loading.run_plan import plan_run
 from zaya_jax.data.loading.sources import open_sources
@@ -407,11 +407,3 @@ def test_a_past_budget_that_moves_the_phase_is_refused(two_sources):
     assert rows_before(other, 7) == state["sequences"], "at this row a step of the same phase begins in both"
     with train_batches(other, prepared) as batches, pytest.raises(InputError, match=CHANGED):
         batches.set_state(state)
-
-
-def test_a_phase_whose_batch_does_not_divide_is_named(two_sources):
-    config, prepared = two_source_run(two_sources, changed_phases(1, batch={"tokens": 96}))
-    train_batches(config, prepared, shares=[(1, 2)] * len(config.phases)).close()
-    message = r"^The batch of phase phase1 has 6 sequences per step, but must have a multiple of 4"
-    with pytest.raises(InputError, match=message):
-        train_batches(config, prepared, shares=[(1, 4)] * len(config.phases))

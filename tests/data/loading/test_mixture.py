@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.config.checks import shown
 from zaya_jax.data.loading.mixture import LONGEST_PERIOD, Mixture
-from zaya_jax.errors import InputError
 
 # Short periods for what is looked at row by row, and any weights for what is looked at in places.
 small = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -115,11 +113,3 @@ def test_a_small_weight_keeps_a_row_of_the_period(weights, expected):
     mixture = mixture_of(weights)
     assert mixture.period == LONGEST_PERIOD
     assert mixture.counts(LONGEST_PERIOD) == expected
-
-
-@pytest.mark.parametrize("weight", [0, -1.5, math.nan, math.inf])
-def test_a_weight_that_is_no_share_is_named(weight):
-    with pytest.raises(
-        InputError, match=f"The weight of the source 'code' is {shown(weight)}, but must be finite and above 0"
-    ):
-        Mixture({"web": 1.0, "code": weight})

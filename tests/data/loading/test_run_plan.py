@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data_helpers import run_config, write_source
+from tests.data_helpers import heldout_batches, run_config, write_source
 from zaya_jax.config import Table
-from zaya_jax.data.loading.batches import heldout_batches, heldout_text, train_batches
+from zaya_jax.data.loading.batches import heldout_text, train_batches
 from zaya_jax.data.loading.document_parts import Use
 from zaya_jax.data.loading.run_plan import plan_run
 from zaya_jax.data.loading.sources import open_sources

@@ -12,8 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.config.checks import counted
-from zaya_jax.config.stages import first_step, rows_before, stage_at, stages, step_rows, total_steps
+from zaya_jax.config.stages import first_step, rows_before, stage_at, step_rows, total_steps
 from zaya_jax.data.loading.document_parts import Tally, Use
 from zaya_jax.data.loading.packed_rows import DocumentPart, Row
 from zaya_jax.data.loading.run_plan import RunPlan, heldout_phase, make_packer, plan_run, trimmed_documents
@@ -156,28 +155,9 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
     """Return the batches of a run, one per step: arrays [sequences per step / n, s], see `packed_rows.Windows.row`.
 
     `shares` has (i, n) for each phase: this process reads the i-th of n contiguous parts of each batch; empty means
-    all. `InputError` if the sequences of a step are not a multiple of n, or see `plan_run`.
+    all. `PhaseSpec.batch_shape` checks that the sequences of a step are a multiple of n. Raises like `plan_run`.
     """
-    for stage in stages(config):
-        count = shares[stage.phase][1] if shares else 1
-        if stage.sequences % count:
-            raise InputError(
-                f"The batch of phase {config.phases[stage.phase].name} has {counted(stage.sequences, 'sequence')} per "
-                f"step, but must have a multiple of {count}, the number of processes that share it."
-            )
     return TrainBatches(config, plan_run(config, prepared), shares)
-
-
-def heldout_batches(
-    config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
-) -> Iterator[Batch]:
-    """Return batches [evaluation.batch_size, s] of a source's held-out split in its natural order, each document once.
-
-    The last batch is filled with padding rows. There is none if no phase reads the source. `limit`, if any, is the
-    maximum number of batches, evenly spaced over the split; `phase` is the index of the trained phase, or None (last).
-    """
-    text = heldout_text(config, prepared, name, limit, phase)
-    return text.read() if text else iter(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +173,7 @@ class HeldoutText:
     trimmed: int  # number of conversations
 
     def read(self) -> Iterator[Batch]:
-        """Yield the batches, see `heldout_batches`."""
+        """Yield the batches [evaluation.batch_size, s], of which the last is filled with padding rows."""
         for indices in self.batches:
             batch = [self.packed.rows.row(0, row) for row in indices]
             padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
@@ -228,7 +208,11 @@ class HeldoutText:
 def heldout_text(
     config: Config, prepared: Prepared, name: str, limit: int | None = None, phase: int | None = None
 ) -> HeldoutText | None:
-    """Open the text that `heldout_batches` covers with the same arguments; None if no phase reads the source."""
+    """Open a source's held-out split, in its natural order and each document once; None if no phase reads the source.
+
+    `limit`, if any, is the maximum number of batches, evenly spaced over the split; `phase` is the index of the trained
+    phase, or None (last).
+    """
     source = prepared.sources[name]
     settings = heldout_phase(config, source, len(config.phases) - 1 if phase is None else phase)
     if settings is None:

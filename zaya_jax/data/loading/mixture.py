@@ -9,8 +9,6 @@ from fractions import Fraction
 
 import numpy as np
 
-from zaya_jax.config.checks import require
-
 LONGEST_PERIOD = 65_536  # rows
 
 
@@ -26,9 +24,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Mix sources by weight, the relative number of rows; `InputError` if one is not finite and above 0."""
-        for name, weight in weights.items():
-            require(0 < weight < math.inf, f"The weight of the source {name!r}", weight, "finite and above 0")
+        """Mix sources by weight, the relative number of rows, which is finite and above 0."""
         self.names: tuple[str, ...] = tuple(weights)
         self._per_period = _integers([Fraction(str(weight)) for weight in weights.values()])
         self.period: int = sum(self._per_period)
