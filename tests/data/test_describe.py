@@ -1,5 +1,4 @@
 import dataclasses
-import math
 import re
 
 import numpy as np
@@ -7,7 +6,6 @@ import pytest
 
 from tests.data_helpers import run_config, small_tokenizer, write_source
 from zaya_jax.config import BatchConfig
-from zaya_jax.config.checks import shown
 from zaya_jax.data.describe import describe, render_row
 from zaya_jax.errors import InputError
 
@@ -31,7 +29,7 @@ def config(tmp_path):
 
 
 def test_everything_is_told(config, tmp_path):
-    text = describe(config, samples=1, step_seconds=0.5, max_iops=100)
+    text = describe(config, samples=1)
     numbers = {tuple(line.split()[:4]) for line in text.splitlines()}
     assert ("code", "tokens", "train", "30") in numbers
     assert ("talk", "chat", "heldout", "1") in numbers
@@ -39,11 +37,6 @@ def test_everything_is_told(config, tmp_path):
     assert "Phase phase1: steps 4 to 8, 8 rows of 128 tokens per step, bins, 4,096 tokens" in text
     assert re.search(r"talk +24 +3,072 +75\.00 % +\d\.\d{3} +\d+\.\d{3} %  +none", text)
     assert "talk: conversations trimmed to 128 tokens: 0 kept, 10 reasoning cut, 0 earlier removed, 0 dropped" in text
-    # 8 rows of 16 tokens of 2 bytes are a sixteenth of a page of 4096, but each row lies on a page of its own.
-    assert (
-        "8.0625 page reads (fragmentation 129.00): 16.125 reads/s at 0.5 s/step. With 100 reads/s, reading takes"
-        in text
-    )
     assert "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[[<think>\nCount. " in text
     assert "It is 2.<|im_end|>]]" in text
     assert not (tmp_path / "run").exists()  # another run may live there
@@ -62,13 +55,6 @@ def test_skipped_rows_are_told_with_the_phase_that_skips_them(config):
     text = describe(dataclasses.replace(config, data=data), samples=0)
     assert "8 rows of 16 tokens per step, windows, 512 tokens in all, 10 rows skipped" in text
     assert "8 rows of 128 tokens per step, bins, 4,096 tokens in all, 1 row skipped" in text
-
-
-@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
-def test_a_step_or_a_storage_of_nothing_is_refused_by_its_option(config, value):
-    for option in ("step_seconds", "max_iops"):
-        with pytest.raises(InputError, match=f"^--{option.replace('_', '-')} is {shown(value)}, "):
-            describe(config, **{option: value})
 
 
 def test_the_plot_goes_where_it_is_wanted(config, tmp_path):

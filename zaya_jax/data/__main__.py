@@ -63,8 +63,6 @@ def _parser() -> Parser:
     default = ["<|im_start|>", "<|im_end|>"]
     text = f"special tokens besides <|endoftext|> (default: {' '.join(default)}, of the built-in chat template)"
     add("--special", text, nargs="*", default=default, metavar="TOKEN")
-    text = "bytes of input to train on; of a larger one, a part of each source (default: 1000000000)"
-    add("--bytes", text, type=int, default=10**9, metavar="N")
 
     add = verb(_merge, "merge", "finish a preparation after all its tasks are done", "data/web")
     add("folder", "the --output folder of prepare", type=Path, metavar="FOLDER")
@@ -74,10 +72,6 @@ def _parser() -> Parser:
     add("overrides", "values that override the configuration's", nargs="*", metavar="section.key=value")
     add("--png", "write a histogram of document lengths to FILE", type=Path, metavar="FILE")
     add("--samples", "number of rows to print per phase and source (default: 1)", type=int, default=1, metavar="N")
-    text = "seconds per step, to estimate the storage I/O (default: 2.5)"
-    add("--step-seconds", text, type=float, default=2.5, metavar="S")
-    text = "reads per second that the storage sustains (default: 70000)"
-    add("--max-iops", text, type=float, default=70_000, metavar="N")
     return parser
 
 
@@ -115,7 +109,7 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
     from zaya_jax.data.prepare.tokenizer_training import TrainingTexts, train_on
 
     field = options.field or ("messages" if options.chat else "text")
-    texts = TrainingTexts(options.input, field, tuple(options.suffixes), options.bytes, options.max_bad)
+    texts = TrainingTexts(options.input, field, tuple(options.suffixes), options.max_bad)
     print(train_on(texts, options.output, options.vocab_size, options.special))
 
 
@@ -127,12 +121,12 @@ def _merge(options: argparse.Namespace) -> None:
 
 
 def _describe(options: argparse.Namespace) -> None:
-    """Report on a run's data: sources, phases, padding, storage I/O, samples."""
+    """Report on a run's data: sources, phases, padding, samples."""
     from zaya_jax.config import load_config
     from zaya_jax.data.describe import describe
 
     config = load_config(options.config, options.overrides)
-    print(describe(config, options.png, options.samples, options.step_seconds, options.max_iops))
+    print(describe(config, options.png, options.samples))
 
 
 if __name__ == "__main__":

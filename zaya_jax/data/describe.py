@@ -1,16 +1,14 @@
-"""Report on the data of a configured run: sources, phases, padding, storage load, samples, a histogram."""
+"""Report on the data of a configured run: sources, phases, padding, samples, a histogram."""
 
-import math
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.config.checks import counted, require
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.data.chat.trimming import Outcome
-from zaya_jax.data.io_estimate import io_estimate
 from zaya_jax.data.loading.account import account, account_lines
 from zaya_jax.data.loading.packed_rows import Row
 from zaya_jax.data.loading.run_plan import PhasePlan, RunPlan, SourceShare, plan_run
@@ -26,31 +24,17 @@ _BINS = 60  # of the histogram
 _SHOWN = 600  # maximum characters of a document in a sample
 
 
-def describe(
-    config: Config, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5, max_iops: float = 70_000
-) -> str:
+def describe(config: Config, png: Path | None = None, samples: int = 1) -> str:
     """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are cached for the run.
 
-    `png` is a file for a histogram of document lengths, `samples` the number of rows to show per phase and source. A
-    step of `step_seconds` and the reads per second that the storage sustains give the storage load. `InputError` if the
-    data cannot be used, an option is not positive, or the plot cannot be written.
+    `png` is a file for a histogram of document lengths, `samples` the number of rows to show per phase and source.
+    `InputError` if the data cannot be used, or the plot cannot be written.
     """
-    for option, value in (("--step-seconds", step_seconds), ("--max-iops", max_iops)):
-        require(0 < value < math.inf, option, value, "a finite number greater than 0")
     prepared = open_sources(config)
     plan = plan_run(config, prepared)
     parts = [_sources(prepared)]
-    token_bytes = max(np.dtype(source.manifest.dtype).itemsize for source in prepared.sources.values())
     for index, phase in enumerate(plan.phases):
-        steps = [stage for stage in stages(config) if stage.phase == index]
-        extra_pages = _documents_per_row(phase)  # they are scattered, so reading each one starts a new page
-        load = io_estimate(steps[-1].sequences, phase.context, token_bytes, extra_pages, step_seconds, max_iops)
-        parts.append(
-            f"{_phase(phase, steps)}\nStorage: {load.bytes_per_step / 2**20:,.3g} MiB/step in "
-            f"{load.operations_per_step:,.6g} page reads (fragmentation {load.fragmentation:.2f}): "
-            f"{load.operations_per_second:,.6g} reads/s at {step_seconds:g} s/step. With {max_iops:,.6g} reads/s, "
-            f"reading takes {load.shortest_step_seconds:.3g} s/step."
-        )
+        parts.append(_phase(phase, [stage for stage in stages(config) if stage.phase == index]))
     if png is not None:
         _plot_lengths(plan, png)
         parts.append(printable(f"Histogram of document lengths: {png}"))
@@ -133,12 +117,6 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
 
 def _lengths(share: SourceShare) -> np.ndarray:
     return share.documents.lengths[share.documents.lengths > 0]
-
-
-def _documents_per_row(phase: PhasePlan) -> float:
-    read = [share for share in phase.shares.values() if share.rows]
-    documents = [share.rows * max(1.0, phase.context / float(_lengths(share).mean())) for share in read]
-    return sum(documents) / sum(share.rows for share in read)
 
 
 def _plot_lengths(plan: RunPlan, path: Path) -> None:

@@ -22,9 +22,9 @@ from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, Config
 from zaya_jax.config.stages import largest_stage
-from zaya_jax.data.io_estimate import PAGE_BYTES, io_estimate
 from zaya_jax.data.prepare.shards import token_dtype
 from zaya_jax.errors import InputError, printable
+from zaya_jax.lab.measure.io_estimate import PAGE_BYTES, io_estimate
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.measure.timing import elapsed, time_calls
 from zaya_jax.lab.report.tables import TABLES

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.data.io_estimate import PAGE_BYTES, io_estimate
+from zaya_jax.lab.measure.io_estimate import PAGE_BYTES, io_estimate
 
 # docs/reference.md §6.3
 ZAYA1 = {"sequences": 4096, "context": 4096, "token_bytes": 4, "extra_pages": 0.0, "step_seconds": 2.5,
