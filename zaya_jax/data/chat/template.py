@@ -17,36 +17,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.files import require_regular
 
 # ChatML, with tools as in Hermes and Qwen2.5. Jinja removes the newline after a block, hence the last `{{ '\n' }}`.
-DEFAULT_TEMPLATE = r"""{{ bos_token }}{% if tools %}
-<|im_start|>system
-{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
-# Tools
-
-You may call one or more functions. Their signatures are within <tools></tools>:
-<tools>
-{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}
-</tools>
-
-For each call, write a JSON object with the function's name and arguments within <tool_call></tool_call>:
-<tool_call>
-{"name": <name>, "arguments": <arguments>}
-</tool_call><|im_end|>
-{% endif %}
-{% for message in (messages[1:] if tools and messages[0].role == 'system' else messages) -%}
-<|im_start|>{{ message.role }}
-{% if message.role == 'assistant' %}{% generation %}
-{% if message.reasoning %}{{ '<think>\n' + message.reasoning + '\n</think>\n\n' }}{% endif %}
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{{ '\n' if message.content or not loop.first else '' }}<tool_call>
-{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
-</tool_call>
-{%- endfor %}
-<|im_end|>{% endgeneration %}
-{% else %}{{ message.content }}<|im_end|>{% endif %}
-{{ '\n' }}
-{%- endfor %}
-"""
+DEFAULT_TEMPLATE = (Path(__file__).parent / "default.jinja").read_text(encoding="utf-8")
 
 # Markers in a rendering: unpaired surrogates, which valid text cannot contain.
 _GENERATION, _GENERATION_END = "\ud800", "\ud801"
