@@ -10,8 +10,15 @@ import pytest
 
 from zaya_jax.lab.measure import storage as module
 from zaya_jax.lab.measure import timing
-from zaya_jax.lab.measure.io_estimate import PAGE_BYTES
-from zaya_jax.lab.measure.storage import BLOCK, cached_fraction, drop_cached, time_reads, time_saves, write_file
+from zaya_jax.lab.measure.storage import (
+    BLOCK,
+    PAGE_BYTES,
+    cached_fraction,
+    drop_cached,
+    time_reads,
+    time_saves,
+    write_file,
+)
 from zaya_jax.machine.__main__ import main
 
 

@@ -24,7 +24,6 @@ from zaya_jax.config import CheckpointConfig, Config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.prepare.shards import token_dtype
 from zaya_jax.errors import InputError, printable
-from zaya_jax.lab.measure.io_estimate import PAGE_BYTES, io_estimate
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.measure.timing import elapsed, time_calls
 from zaya_jax.lab.report.tables import TABLES
@@ -34,6 +33,7 @@ from zaya_jax.run.host_memory import control_groups
 
 OPERATIONS = 20_000  # pages of a pass of random reads
 _SPARE = 3  # free space over the size: a checkpoint, the next one, and some more
+PAGE_BYTES = 4096  # read by one operation
 _FRAGMENTATION = (1.0, 2.0, 8.0)  # well packed; the limit of well packed; scattered (docs/reference.md §6.3)
 BLOCK = 2**22  # bytes of a sequential read
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -87,15 +87,17 @@ def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def _shortest_steps(config: Config, speed: float) -> list[dict[str, Any]]:
-    """Return the shortest step of each phase: with fewer seconds, training would wait for pages."""
+    """Return the shortest step of each phase: with fewer seconds, training would wait for pages.
+
+    The model of ZAYA1's report (docs/reference.md §6.3): one operation per page, of which scattered tokens need more.
+    """
     rows, token_bytes = [], token_dtype(config.model.vocab_size).itemsize
     for index, phase in enumerate(config.phases):
         stage, shortest = largest_stage(config, index), {}
         size = {"sequences": stage.sequences, "context": stage.context}
+        pages = stage.tokens * token_bytes / PAGE_BYTES
         for fragmentation in _FRAGMENTATION:
-            extra = (fragmentation - 1) * stage.context * token_bytes / PAGE_BYTES
-            load = io_estimate(**size, token_bytes=token_bytes, extra_pages=extra, step_seconds=1.0, max_iops=speed)
-            shortest[f"{fragmentation:g}"] = load.shortest_step_seconds
+            shortest[f"{fragmentation:g}"] = fragmentation * pages / speed
         rows.append({"phase": phase.name, **size, "shortest_step_seconds": shortest})
     return rows
 
