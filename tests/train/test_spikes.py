@@ -13,14 +13,13 @@ from zaya_jax.train.spikes import (
     classify_step,
     empty_history,
     reset_history,
-    resize,
 )
 
 CONFIG = SpikeConfig(window=20, threshold=6.0)
 _judge, _remember = (
     fast_jit(function, static_argnums=static) for function, static in ((classify_step, 0), (append_step, ()))
 )
-_remember_skipped, _resize = (fast_jit(function, static_argnums=0) for function in (append_skipped, resize))
+_remember_skipped = fast_jit(append_skipped, static_argnums=0)
 
 
 def after(values, config=CONFIG):
@@ -119,23 +118,3 @@ def test_skipped_steps_that_do_not_agree_do_not():
     assert follow(STEADY + parted)[0][40:] == [2] * 19 + [0] + [2] * 19
     broken = [*HIGHER[:19], (np.nan, 1), *HIGHER[:19]]
     assert follow(STEADY + broken)[0][40:] == [2] * 19 + [1] + [2] * 19
-
-
-@given(st.lists(st.tuples(losses, norms), max_size=12), st.integers(0, 6), st.integers(0, 6))
-def test_another_window_keeps_the_newest_steps(values, before, after_):
-    recent = after(values, SpikeConfig(before, 6.0))._replace(skipped=None)  # as in checkpoints of earlier versions
-    resized = _resize(SpikeConfig(after_, 6.0), recent)
-    kept, of = max(before, 1), max(after_, 1)
-    newest = values[-min(kept, of) :]
-    assert resized.values.shape == resized.skipped.shape == (2, of)
-    if before == after_:
-        assert np.array_equal(resized.values, recent.values)
-        assert int(resized.accepted) == len(values)
-    else:
-        assert int(resized.accepted) == len(newest)
-        np.testing.assert_allclose(resized.values[0, : len(newest)], [loss for loss, _ in newest], rtol=1e-6)
-    assert (np.array(resized.skipped) == -1).all()
-    extended = _remember(resized, jnp.float32(99), jnp.float32(1))
-    expected_losses = [*(loss for loss, _ in newest), 99][-of:]
-    shown = np.array(extended.values[0])[: min(int(extended.accepted), of)]
-    np.testing.assert_allclose(sorted(shown), sorted(expected_losses), rtol=1e-6)

@@ -21,7 +21,7 @@ from zaya_jax.run.manifest import Manifest
 from zaya_jax.run.patience import PATIENCE, Patience
 from zaya_jax.train.program import Programs
 from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_past, check_values, warn_about_positions
-from zaya_jax.train.spikes import resize
+from zaya_jax.train.spikes import empty_history
 from zaya_jax.train.state import TrainState
 from zaya_jax.weights.sources import PARAMETERS_ONLY, model_config
 
@@ -79,7 +79,7 @@ def resume(
             saved = f"{key}={shown(saved_on.get(key))}. Results will not be bitwise identical."
             print(f"Resuming with {key}={shown(value)}; the checkpoint was saved with {saved}")
     first = metadata.get("first_step", first_step(config))
-    return _resize_history(config, restored.state), _patience(config, metadata), first
+    return _with_history(config, restored.state), _patience(config, metadata), first
 
 
 def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> tuple[TrainState, Patience]:
@@ -116,7 +116,7 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> tu
     state, manifest = read_checkpoint(folder, prepare)
     if is_primary():
         print(printable(f"Resuming from {folder} after step {manifest.step} of {total_steps(config)}."))
-    return _resize_history(config, state), Patience()  # its own evaluations count
+    return _with_history(config, state), Patience()  # its own evaluations count
 
 
 def _patience(config: Config, metadata: dict[str, Any]) -> Patience:
@@ -129,7 +129,7 @@ def _patience(config: Config, metadata: dict[str, Any]) -> Patience:
 def _abstract_state(programs: Programs, manifest: Manifest) -> TrainState:
     """Return the abstract state of the next step's phase, with a loss history of the size that was saved.
 
-    `train.spike.window` may differ from the saved one; `_resize_history` adapts the history after loading.
+    `train.spike.window` may differ from the saved one; `_with_history` replaces the history after loading.
     """
     abstract = programs[stage_at(programs.config, manifest.step).phase].abstract_state
     window = manifest.leaves.get("recent.values", {"shape": abstract.recent.values.shape})["shape"][1]
@@ -138,9 +138,10 @@ def _abstract_state(programs: Programs, manifest: Manifest) -> TrainState:
     return dataclasses.replace(abstract, recent=abstract.recent._replace(values=losses, skipped=skipped))
 
 
-def _resize_history(config: Config, state: TrainState) -> TrainState:
-    history, window = state.recent, max(config.train.spike.window, 1)
-    if history.skipped is not None and history.values.shape[1] == window:
+def _with_history(config: Config, state: TrainState) -> TrainState:
+    """Empty a loss history of another window; add the skipped steps, which earlier versions did not save."""
+    history, is_same = state.recent, state.recent.values.shape[1] == max(config.train.spike.window, 1)
+    if is_same and history.skipped is not None:
         return state
-    resized = jax.jit(lambda recent: resize(config.train.spike, recent), out_shardings=history.values.sharding)(history)
-    return dataclasses.replace(state, recent=resized)
+    empty = jax.jit(lambda: empty_history(config.train.spike), out_shardings=history.values.sharding)()
+    return dataclasses.replace(state, recent=history._replace(skipped=empty.skipped) if is_same else empty)

@@ -81,24 +81,6 @@ def reset_history(history: LossHistory, new_phase: jax.Array) -> LossHistory:
     )
 
 
-def resize(config: SpikeConfig, history: LossHistory) -> LossHistory:
-    """Return the `history` of a checkpoint with another window, cut or padded to the newest steps that fit `config`."""
-    before, kept = history.values.shape[1], max(config.window, 1)
-    skipped = _no_skipped(before) if history.skipped is None else history.skipped
-    if before == kept:
-        return history._replace(skipped=skipped)
-    oldest_first = jnp.roll(history.values, -(history.accepted % before), axis=1)  # empty places come first
-    accepted = jnp.minimum(history.accepted, min(before, kept))
-    values = jnp.roll(_last(oldest_first, kept, 0.0), accepted - kept, axis=1)
-    values = jnp.where(jnp.arange(kept) < accepted, values, 0.0)
-    return LossHistory(values, accepted, _last(skipped, kept, _NONE))
-
-
-def _last(values: jax.Array, count: int, empty: float) -> jax.Array:
-    missing = max(0, count - values.shape[1])
-    return jnp.pad(values, ((0, 0), (missing, 0)), constant_values=empty)[:, -count:]
-
-
 def _no_skipped(window: int) -> jax.Array:
     return jnp.full((2, window), _NONE, jnp.float32)
 
