@@ -20,7 +20,7 @@ from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.config import to_yaml
 from zaya_jax.errors import InputError, as_sentence
-from zaya_jax.evaluate.follow import append_row
+from zaya_jax.evaluate.evaluate_command import append_row
 from zaya_jax.hf.exporter import output_folder
 from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
 from zaya_jax.run.digests import digest

@@ -8,7 +8,7 @@ from tests.config_helpers import refused_to_load, written
 from zaya_jax.aegis.policy import Policy, load_policy
 from zaya_jax.config import load_config
 from zaya_jax.config.shipped import shipped_names
-from zaya_jax.evaluate.suites import load_suite
+from zaya_jax.evaluate.harness import load_suite
 
 ROOT = Path(__file__).parents[2]
 

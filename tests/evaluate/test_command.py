@@ -108,8 +108,6 @@ def test_training_and_text_need_no_lm_eval():
         (["RUN", "--dtype", "float32"], "--dtype is only for tasks and texts"),
         (["RUN", "--tokenizer", "RUN"], "--tokenizer is only for tasks and texts"),
         (["RUN", "--batch-tokens", "9"], "--batch-tokens is only for tasks and texts"),
-        (["RUN", "--poll", "0"], "--poll is only for a run that is followed: add --follow"),
-        (["RUN", "--follow", "--poll", "nan"], "--poll is .nan, but must be finite"),
         (["RUN", "--peer", "hf:x"], "--peer is only for tasks"),
         (["RUN", "--run-generated-code"], "--run-generated-code is only for tasks"),
         (["RUN", "--tasks", "a", "--limit", "0"], "--limit is 0"),

@@ -6,8 +6,8 @@ import pytest
 
 from tests.users_helpers import OTHER, needs_root, public_folder, user
 from zaya_jax.errors import InputError
-from zaya_jax.evaluate import follow as module
-from zaya_jax.evaluate.follow import check_followed, follow, has_ended
+from zaya_jax.evaluate import evaluate_command as module
+from zaya_jax.evaluate.evaluate_command import check_followed, follow, has_ended
 from zaya_jax.run.folder import CONFIG, lock_folder
 from zaya_jax.run.metrics import append_row, read_rows
 from zaya_jax.run.status import FINISHED, RUNNING, Status, track_status
@@ -47,9 +47,9 @@ def test_each_checkpoint_is_scored_once_until_training_ends(tmp_path, monkeypatc
     path = tmp_path / "evaluations" / "scores.jsonl"
     looks = (RUNNING, []), (RUNNING, [5]), (RUNNING, [5, 10]), (FINISHED, [10, 12])
     training = Training(monkeypatch, tmp_path, *looks)
-    follow(tmp_path, path, "a-1", training.score, 3)
+    follow(tmp_path, path, "a-1", training.score)
     assert training.scored == [5, 10, 12]
-    assert training.slept == [3, 3, 3]
+    assert training.slept == [30, 30, 30]
     assert read_rows(path) == [{"name": "a-1", "score": step / 10, "step": step} for step in (5, 10, 12)]
     assert "3 checkpoints" in said[-1]
 
@@ -61,7 +61,7 @@ def test_what_was_scored_before_is_not_scored_again_and_half_a_line_is_cut_off(t
     with path.open("a") as file:
         file.write('{"step": 10, "sc')
     training = Training(monkeypatch, tmp_path, (None, [5, 10]))
-    follow(tmp_path, path, "a-1", training.score, 3)
+    follow(tmp_path, path, "a-1", training.score)
     assert training.scored == [10]
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["name"], row["step"]) for row in rows] == [("a-1", 5), ("a-2", 10), ("a-1", 10)]
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, mon
             raise InputError("It is gone.")
         return training.score(step)
 
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score)
     assert training.scored == [10]
     assert said[0] == "Step 5 is not scored: its checkpoint was removed first."
 
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, monkeypatch, said):
             raise InputError("It is damaged.")
         return training.score(step)
 
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score)
     assert training.scored == [10]
     assert said[0] == "Step 7 is not scored: its checkpoint is damaged."
 
@@ -102,7 +102,7 @@ def test_an_intact_checkpoint_that_cannot_be_scored_is_an_error(tmp_path, monkey
         raise InputError("It does not fit.")
 
     with pytest.raises(InputError, match="does not fit"):
-        follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3)
+        follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score)
 
 
 def test_a_training_that_starts_has_not_ended(tmp_path):
@@ -140,7 +140,7 @@ def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, said
             (tmp_path / CONFIG).write_text("")
 
     monkeypatch.setattr(module.time, "sleep", sleep)
-    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", training.score, 3)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", training.score)
     assert training.scored == [1]
     assert said == [f"Waiting for a training to start in {tmp_path}.",
                     f"The training has ended; {tmp_path / 'scores.jsonl'} has the scores of 1 checkpoint."]  # fmt: skip

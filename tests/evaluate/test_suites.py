@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from zaya_jax.errors import InputError
-from zaya_jax.evaluate.suites import load_suite, named_tasks
+from zaya_jax.evaluate.harness import load_suite, named_tasks
 
 SUITES = sorted((Path(__file__).parents[2] / "configs" / "evals").glob("*.yaml"))
 

@@ -35,9 +35,9 @@ from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer  # noqa: E402
 from zaya_jax.errors import InputError  # noqa: E402
 from zaya_jax.evaluate import harness, scoring  # noqa: E402
 from zaya_jax.evaluate.__main__ import main  # noqa: E402
+from zaya_jax.evaluate.harness import SuiteConfig, TaskConfig, named_tasks  # noqa: E402
 from zaya_jax.evaluate.lm_eval_model import ZayaLM  # noqa: E402
 from zaya_jax.evaluate.scoring import Request  # noqa: E402
-from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig, named_tasks  # noqa: E402
 from zaya_jax.generate import engine, steps  # noqa: E402
 from zaya_jax.generate.sampling import Sampling  # noqa: E402
 from zaya_jax.run.signals import warn_once  # noqa: E402

@@ -21,7 +21,7 @@ from tests.parity.evaluation_helpers import TEMPLATE  # noqa: E402
 from zaya_jax.errors import InputError  # noqa: E402
 from zaya_jax.evaluate import harness  # noqa: E402
 from zaya_jax.evaluate.__main__ import main  # noqa: E402
-from zaya_jax.evaluate.suites import load_suite  # noqa: E402
+from zaya_jax.evaluate.harness import load_suite  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

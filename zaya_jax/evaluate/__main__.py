@@ -1,7 +1,6 @@
 """`python -m zaya_jax.evaluate PATH`: score a model on held-out data, on text files, or on lm-eval's tasks."""
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ _EXAMPLES = """examples:
   python -m zaya_jax.evaluate runs/tiny --tasks hellaswag,arc_easy --limit 100
   python -m zaya_jax.evaluate exported/ --config configs/evals/base.yaml --peer hf:Qwen/Qwen3-4B
   python -m zaya_jax.evaluate --follow runs/mine --tasks hellaswag"""
-_DEFAULTS = {"seed": 0, "batch_tokens": 8192, "batch_rows": 16, "poll": 30.0}
+_DEFAULTS = {"seed": 0, "batch_tokens": 8192, "batch_rows": 16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,8 +63,6 @@ def _parser() -> Parser:
     flag("--run-generated-code", action="store_true", help=text)
     text = "score each checkpoint of the run PATH as it appears, until training ends"
     flag("--follow", action="store_true", help=text)
-    text = "seconds to wait between checks of the run folder (--follow only; default: 30)"
-    flag("--poll", type=float, metavar="SECONDS", help=text)
     name = "NAME is heldout, or what is scored (the name of the --config file, else the tasks) and 8 digits of a sha256"
     default = "RUN_DIR/evaluations/NAME-STEP.json; with --follow, RUN_DIR/evaluations/NAME.jsonl"
     text = f"JSON file to write (default: {default}). {name} of all settings that change a score"
@@ -89,13 +86,11 @@ def _check(options: argparse.Namespace, unset: Callable[[str], object]) -> None:
     for name in ("limit", "batch_tokens", "batch_rows"):
         value = getattr(options, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')}", value, "at least 1")
-    require(options.poll is None or 0 <= options.poll < math.inf, "--poll", options.poll, "finite and at least 0")
     for_tasks = ("limit", "peer", "task_folder", "run_generated_code", "seed", "batch_rows")
     heldout = "since held-out data is scored as in training: add --tasks, --config or --text"
     rules = [
         (tasks, for_tasks, "is only for tasks: add --tasks or --config"),
         (tasks or options.text, ("dtype", "tokenizer", "batch_tokens"), f"is only for tasks and texts, {heldout}"),
-        (options.follow, ("poll",), "is only for a run that is followed: add --follow"),
     ]
     for allowed, names, reason in rules:
         extra = [name for name in names if getattr(options, name) != unset(name)]

@@ -1,4 +1,4 @@
-"""The work of `python -m zaya_jax.evaluate`: open, score, print, write."""
+"""The work of `python -m zaya_jax.evaluate`: open, score, print, write; once, or each checkpoint as it appears."""
 
 import argparse
 import functools
@@ -11,25 +11,31 @@ from typing import Any, NamedTuple
 import jax
 
 from zaya_jax.checkpoint.environment import environment, versions
+from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config import ParallelConfig
+from zaya_jax.config.checks import counted
 from zaya_jax.config.loader import to_dict
 from zaya_jax.data.loading.account import evaluated_lines
-from zaya_jax.errors import InputError, RunStopped, as_sentence
+from zaya_jax.errors import InputError, RunStopped, as_sentence, printable
 from zaya_jax.evaluate import harness, results
-from zaya_jax.evaluate.follow import check_followed, follow
+from zaya_jax.evaluate.harness import SuiteConfig, load_suite, named_tasks
 from zaya_jax.evaluate.heldout_run import RunHeldout
+from zaya_jax.evaluate.results import FOLDER
 from zaya_jax.evaluate.scoring import Scorer, text_losses
-from zaya_jax.evaluate.suites import SuiteConfig, load_suite, named_tasks
 from zaya_jax.generate.source import open_text_model
 from zaya_jax.job.multihost import broadcast, is_primary
 from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import balancing_biases, parameters
-from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
+from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder, usable_checkpoints
 from zaya_jax.run.files import display_path, expanded, read_text
+from zaya_jax.run.folder import CONFIG, STATUS, is_locked
+from zaya_jax.run.metrics import append_row, read_rows
+from zaya_jax.run.status import RUNNING, read_status
 from zaya_jax.run.versions import package_version
 from zaya_jax.weights.load import is_transformers, open_weights
 
 OpenHeldout = Callable[[Path], RunHeldout]
+_POLL = 30.0  # seconds between two looks at a run that is followed
 _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
 
 
@@ -108,7 +114,7 @@ def _follow(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[
         failed.extend(_failed(record))
         return record
 
-    follow(run, output, name, score, options.poll)
+    follow(run, output, name, score)
     _require_all(list(dict.fromkeys(failed)))
 
 
@@ -211,3 +217,61 @@ def _show(record: dict[str, Any]) -> None:
         print(results.task_table({"this model": record["tasks"], **record.get("peers", {})}))
     for name in record.get("not_covered", ()):
         print(f"not covered by lm-eval: {name}")
+
+
+def follow(run: Path, path: Path, name: str, score: Callable[[int], dict[str, Any]]) -> None:
+    """Score the checkpoints of a run until its training ends; it runs, has ended, or has not started yet.
+
+    Each adds a line to the JSONL file `path`, which may have other evaluations, too; steps that it has under `name` are
+    not scored again. `score` scores a step, and compares its checksums. If it raises, the checkpoint is left out if it
+    is gone or damaged; InputError if it is intact.
+    """
+    if not (run / CONFIG).exists():
+        print(printable(f"Waiting for a training to start in {run}."))
+    done = {row.get("step") for row in read_rows(path) if row.get("name") == name}
+    missing: set[int] = set()
+    while True:
+        ended = has_ended(run)  # first, so that a checkpoint saved between the two checks is not missed
+        steps = [step for step in finished_steps(run) if step not in done | missing]
+        for step in steps[:1]:  # then check again, because scoring may take longer than the retention of the next one
+            try:
+                row = score(step)
+            except (InputError, OSError):
+                gone = step not in finished_steps(run)
+                if not gone and not verify_checkpoint(run / CHECKPOINTS / str(step)):
+                    raise
+                print(f"Step {step} is not scored: its checkpoint {'was removed first' if gone else 'is damaged'}.")
+                missing.add(step)
+                continue
+            append_row(path, {"name": name, **row, "step": step})
+            done.add(step)
+        if not steps:
+            if ended:
+                print(
+                    printable(f"The training has ended; {path} has the scores of {counted(len(done), 'checkpoint')}.")
+                )
+                return
+            time.sleep(_POLL)
+
+
+def check_followed(run: Path) -> None:
+    """Raise `InputError` unless a folder has a run, or nothing that keeps a training from starting in it."""
+    if not run.is_dir():
+        raise InputError(f"--follow {run} is not a folder, but must be the folder of a run.")
+    if (run / CONFIG).exists() or is_locked(run) is not False:
+        return
+    if any(not entry.name.startswith(".") and entry.name not in (STATUS, FOLDER) for entry in run.iterdir()):
+        advice = "Name the folder of a run, or an empty one in which a training will start."
+        raise InputError(f"--follow {run} has files but no run. {advice}")
+
+
+def has_ended(run: Path) -> bool:
+    """Return whether a training has started and ended; its lock shows one that has not written its status yet."""
+    status, held = read_status(run), is_locked(run)
+    ended = held is False if status is None else not held and status.state != RUNNING
+    return (run / CONFIG).exists() and ended
+
+
+def finished_steps(run: Path) -> list[int]:
+    """List the steps of checkpoints that are saved completely."""
+    return [checkpoint.step for checkpoint in usable_checkpoints(run / CHECKPOINTS)]
