@@ -186,11 +186,10 @@ def five(tmp_path_factory):
 ])  # fmt: skip
 def test_what_is_to_be_kept_is(five, tmp_path, config, kept):
     run = Path(shutil.copytree(five, tmp_path / "run"))
-    (run / "checkpoints" / "1.stale-20260101T000000").mkdir()
-    text = prune(run, CheckpointConfig(**config), quarantined=True, dry_run=True)
+    text = prune(run, CheckpointConfig(**config), dry_run=True)
     assert text.startswith("Would remove 1")
     assert saved_steps(run / "checkpoints") == [1, 2, 3, 4, 5]
-    assert prune(run, CheckpointConfig(**config), quarantined=True).replace("Removed", "Would remove") == text
+    assert prune(run, CheckpointConfig(**config)).replace("Removed", "Would remove") == text
     assert saved_steps(run / "checkpoints") == kept
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir()) == [str(s) for s in kept]
 
@@ -219,6 +218,13 @@ def test_a_run_that_trains_is_left_alone(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match="in use"):
             prune(run, CheckpointConfig(keep=1))
+    assert saved_steps(run / "checkpoints") == [1, 2]
+
+
+def test_numbers_out_of_range_are_refused(tmp_path, capsys):
+    run = save_run(tmp_path, [1, 2])
+    for wrong in (["--keep", "0"], ["--keep", "1", "--keep-every", "0"], ["--keep", "1", "--keep-best", "-1"]):
+        assert printed(capsys, "prune", run, *wrong)[0] == 2
     assert saved_steps(run / "checkpoints") == [1, 2]
 
 

@@ -53,7 +53,6 @@ def _parser() -> Parser:
     flag("--keep-every", help="also keep checkpoints at multiples of STEPS", metavar="STEPS", type=int)
     best = "also keep the N checkpoints with the lowest held-out loss"
     flag("--keep-best", help=best, metavar="N", type=int, default=0)
-    flag("--quarantined", help="also remove quarantined checkpoints", action="store_true")
     flag("--dry-run", help="print what would be removed, and remove nothing", action="store_true")
     flag = add("rollback", "quarantine newer checkpoints, so that a run resumes from an older one", "runs/tiny 200")
     flag("run_dir", **run_dir)
@@ -61,8 +60,6 @@ def _parser() -> Parser:
     flag = add("average", "average checkpoints into a new one, usable as init_from", f"{pair} --output runs/average")
     flag("checkpoints", **checkpoint, nargs="+")
     flag("--output", **output)
-    base = "base model of the adapters (default: init_from of the newest checkpoint's run)"
-    flag("--base", help=base, metavar="SOURCE")
     _add_hf(add, output)
     return parser
 
@@ -104,7 +101,7 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
         case "average":
             from zaya_jax.weights.average import average_checkpoints
 
-            folder = average_checkpoints(options.checkpoints, options.output, options.base)
+            folder = average_checkpoints(options.checkpoints, options.output)
             return [f"Averaged {len(options.checkpoints)} checkpoints into {folder}."], True
         case "import-hf":
             from zaya_jax.weights.interop import import_hf
@@ -136,7 +133,7 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
             return lines or ["The checkpoints are identical."], not lines
         case "prune":
             config = CheckpointConfig(keep=options.keep, keep_every=options.keep_every, keep_best=options.keep_best)
-            return [commands.prune(options.run_dir, config, options.quarantined, options.dry_run)], True
+            return [commands.prune(options.run_dir, config, options.dry_run)], True
     return [commands.rollback(options.run_dir, options.step)], True
 
 

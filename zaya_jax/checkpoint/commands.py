@@ -8,9 +8,10 @@ import numpy as np
 
 from zaya_jax.checkpoint.reader import CheckpointReader, open_checkpoint, saved_slices, verify_checkpoint
 from zaya_jax.config import CheckpointConfig, flatten_keys
+from zaya_jax.config.bounds import check_bounds
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
-from zaya_jax.run import checkpoints, writing
+from zaya_jax.run import checkpoints
 from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder, steps_to_keep
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.files import expanded
@@ -105,14 +106,14 @@ def _float64(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64).reshape(-1)
 
 
-def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
-    """Remove all checkpoints of a run, and perhaps those `quarantined`, except those to keep; say what was removed.
+def prune(path: Path, config: CheckpointConfig, dry_run: bool = False) -> str:
+    """Remove all checkpoints of a run except those to keep; say what was removed. Quarantined ones stay.
 
     The last checkpoint of each phase is always kept. Checkpoints are verified from the newest down until one is intact,
     which is never removed. Damaged checkpoints newer than it stay and do not count towards `config.keep`.
     `InputError` if a number is out of range, the run is being trained, or no checkpoint is intact.
     """
-    config.check()
+    check_bounds(config)
     run = open_run(path)
     folder = run.folder / CHECKPOINTS
     with lock_folder(run.folder):
@@ -128,13 +129,9 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
         kept = steps_to_keep(intact, config, [intact[-1].step]) | damaged
         kept |= set(run.phases.values())
         gone = [folder / str(checkpoint.step) for checkpoint in usable if checkpoint.step not in kept]
-        gone += run.quarantined if quarantined else []
         size = sum(file.stat().st_size for path in gone for file in path.rglob("*") if file.is_file())
         for target in gone if not dry_run else ():
-            if target.name.isdecimal():
-                checkpoints.remove(folder, int(target.name))
-            else:
-                writing.remove(target)
+            checkpoints.remove(folder, int(target.name))
     names = ", ".join(target.name for target in gone) or "nothing"
     left = f" Damaged checkpoints were kept: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
     return f"{'Would remove' if dry_run else 'Removed'} {names} ({size_text(size)}).{left}"
