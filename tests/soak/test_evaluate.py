@@ -35,7 +35,7 @@ def said(process: subprocess.Popen[str]) -> str:
 def test_a_training_that_runs_is_followed_to_its_end(tmp_path):
     config, run = write_run(tmp_path), Path(run_tree(tmp_path)["run_dir"])
     run.mkdir()
-    follower = start("zaya_jax.evaluate", "--follow", str(run), "--poll", "0.2")
+    follower = start("zaya_jax.evaluate", "--follow", str(run))
     overrides = ["checkpoint.keep=3", "evaluation.every=5", "phases.0.tokens=7680"]
     trainer = start("zaya_jax.main", "--config", str(config), *overrides)
     said(trainer)
