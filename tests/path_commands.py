@@ -134,7 +134,7 @@ def use_data(commands: Commands, keys: list[str]) -> None:
              "phases.0.mixture={texts: 1, chats: 1}", f"phases.0.template={at('template', '.jinja')}",
              f"init_from=hf:{at('export')}", "lora={rank: 2, alpha: 3}", "phases.0.tokens=640"]  # fmt: skip
     commands(train, *config, *tuned)
-    commands(data, "describe", config[1], *tuned, "--png", at("lengths", ".png"))
+    commands(data, "describe", config[1], *tuned)
     commands(generate, at("tuned"), "--prompt", "a", "--max-new-tokens", "2", "--temperature", "0")
     commands(checkpoint, "export-hf", at("tuned"), at("merged"), "--base", f"hf:{at('export')}")
 

@@ -7,7 +7,6 @@ import pytest
 from tests.data_helpers import run_config, small_tokenizer, write_source
 from zaya_jax.config import BatchConfig
 from zaya_jax.data.describe import describe, render_row
-from zaya_jax.errors import InputError
 
 CHAT = [
     {"role": "user", "content": "1 + 1?"},
@@ -36,6 +35,7 @@ def test_everything_is_told(config, tmp_path):
     assert "Phase phase0: steps 0 to 4, 8 rows of 16 tokens per step, windows, 512 tokens" in text
     assert "Phase phase1: steps 4 to 8, 8 rows of 128 tokens per step, bins, 4,096 tokens" in text
     assert re.search(r"talk +24 +3,072 +75\.00 % +\d\.\d{3} +\d+\.\d{3} %  +none", text)
+    assert re.search(r"talk .*  none +129 / 129 / 129\n", text)  # all are cut to the row
     assert "talk: conversations trimmed to 128 tokens: 0 kept, 10 reasoning cut, 0 earlier removed, 0 dropped" in text
     assert "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[[<think>\nCount. " in text
     assert "It is 2.<|im_end|>]]" in text
@@ -55,14 +55,6 @@ def test_skipped_rows_are_told_with_the_phase_that_skips_them(config):
     text = describe(dataclasses.replace(config, data=data), samples=0)
     assert "8 rows of 16 tokens per step, windows, 512 tokens in all, 10 rows skipped" in text
     assert "8 rows of 128 tokens per step, bins, 4,096 tokens in all, 1 row skipped" in text
-
-
-def test_the_plot_goes_where_it_is_wanted(config, tmp_path):
-    describe(config, png=tmp_path / "there" / "a.png", samples=0)
-    assert (tmp_path / "there" / "a.png").read_bytes()[:4] == b"\x89PNG"
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=re.escape(str(tmp_path / "file" / "a.png"))):
-        describe(config, png=tmp_path / "file" / "a.png")
 
 
 def test_a_row_shows_documents_apart_and_what_counts():

@@ -70,7 +70,6 @@ def _parser() -> Parser:
     add = verb(_describe, "describe", "report on a run's data", "configs/tiny.yaml --samples 2")
     add("config", "YAML file of the configuration", metavar="CONFIG")
     add("overrides", "values that override the configuration's", nargs="*", metavar="section.key=value")
-    add("--png", "write a histogram of document lengths to FILE", type=Path, metavar="FILE")
     add("--samples", "number of rows to print per phase and source (default: 1)", type=int, default=1, metavar="N")
     return parser
 
@@ -121,12 +120,12 @@ def _merge(options: argparse.Namespace) -> None:
 
 
 def _describe(options: argparse.Namespace) -> None:
-    """Report on a run's data: sources, phases, padding, samples."""
+    """Report on a run's data: sources, phases, padding, document lengths, samples."""
     from zaya_jax.config import load_config
     from zaya_jax.data.describe import describe
 
     config = load_config(options.config, options.overrides)
-    print(describe(config, options.png, options.samples))
+    print(describe(config, options.samples))
 
 
 if __name__ == "__main__":

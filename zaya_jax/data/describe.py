@@ -1,6 +1,5 @@
-"""Report on the data of a configured run: sources, phases, padding, samples, a histogram."""
+"""Report on the data of a configured run: sources, phases, padding, lengths, samples."""
 
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -11,33 +10,25 @@ from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.data.chat.trimming import Outcome
 from zaya_jax.data.loading.account import account, account_lines
 from zaya_jax.data.loading.packed_rows import Row
-from zaya_jax.data.loading.run_plan import PhasePlan, RunPlan, SourceShare, plan_run
+from zaya_jax.data.loading.run_plan import PhasePlan, SourceShare, plan_run
 from zaya_jax.data.loading.sources import Prepared, open_sources
 from zaya_jax.data.prepare.manifest import SPLITS
 from zaya_jax.data.tokenizer import Tokenizer
-from zaya_jax.errors import InputError, printable
-from zaya_jax.run.figures import legend_beside, panels
 from zaya_jax.run.table import format_table
-from zaya_jax.run.writing import make_folder
 
-_BINS = 60  # of the histogram
 _SHOWN = 600  # maximum characters of a document in a sample
 
 
-def describe(config: Config, png: Path | None = None, samples: int = 1) -> str:
+def describe(config: Config, samples: int = 1) -> str:
     """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are cached for the run.
 
-    `png` is a file for a histogram of document lengths, `samples` the number of rows to show per phase and source.
-    `InputError` if the data cannot be used, or the plot cannot be written.
+    `samples` is the number of rows to show per phase and source. `InputError` if the data cannot be used.
     """
     prepared = open_sources(config)
     plan = plan_run(config, prepared)
     parts = [_sources(prepared)]
     for index, phase in enumerate(plan.phases):
         parts.append(_phase(phase, [stage for stage in stages(config) if stage.phase == index]))
-    if png is not None:
-        _plot_lengths(plan, png)
-        parts.append(printable(f"Histogram of document lengths: {png}"))
     legend = "[[text]] is covered by the loss, ---- separates documents"
     for phase in plan.phases:
         for name, share in phase.shares.items():
@@ -93,7 +84,8 @@ def _sources(prepared: Prepared) -> str:
 
 def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
     settings = phase.config
-    rows = [("source", "rows", "tokens", "share", "epochs", "padding", "long documents")]
+    lengths = "lengths (median / 95 % / longest)"
+    rows = [("source", "rows", "tokens", "share", "epochs", "padding", "long documents", lengths)]
     trimmed = []
     for name, share in phase.shares.items():
         epoch = share.phase_rows.first
@@ -101,7 +93,7 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
         if settings.packing == "windows" and settings.over_length == "split":
             long = "split by windows"
         counts = f"{share.rows:,}", f"{share.rows * phase.context:,}", f"{100 * share.rows / phase.rows:.2f} %"
-        rows.append((name, *counts, f"{share.epochs:.3f}", f"{100 * epoch.padding:.3f} %", long))
+        rows.append((name, *counts, f"{share.epochs:.3f}", f"{100 * epoch.padding:.3f} %", long, _lengths(share)))
         if share.counts:
             outcomes = [f"{share.counts.get(each, 0):,} {each.replace('_', ' ')}" for each in get_args(Outcome)]
             trimmed.append(f"{name}: conversations trimmed to {phase.context:,} tokens: {', '.join(outcomes)}")
@@ -115,26 +107,6 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
     return "\n".join([head, *format_table(rows), *trimmed])
 
 
-def _lengths(share: SourceShare) -> np.ndarray:
-    return share.documents.lengths[share.documents.lengths > 0]
-
-
-def _plot_lengths(plan: RunPlan, path: Path) -> None:
-    lengths = {
-        f"phase {phase.config.name}, {name}": _lengths(share)
-        for phase in plan.phases
-        for name, share in phase.shares.items()
-    }
-    longest = max((int(tokens.max(initial=1)) for tokens in lengths.values()), default=1)
-    edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
-    try:
-        make_folder(path.parent)
-        with panels(path, "Lengths of the documents of each phase and source") as (panel,):
-            for label, tokens in lengths.items():
-                panel.hist(tokens, bins=edges.tolist(), histtype="step", label=label)
-            for context in sorted({phase.context for phase in plan.phases}):
-                panel.axvline(context, color="grey", linestyle=":", linewidth=1, label=f"context of {context:,}")
-            panel.set(xscale="log", xlabel="length (tokens)", ylabel="documents")
-            legend_beside(panel)
-    except (OSError, ValueError) as error:
-        raise InputError(f"The plot {path} cannot be written: {error}.") from error
+def _lengths(share: SourceShare) -> str:
+    tokens = share.documents.lengths[share.documents.lengths > 0]
+    return " / ".join(f"{length:,.0f}" for length in np.percentile(tokens, [50, 95, 100])) if len(tokens) else "none"
