@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = training_config(options)
             if options.print_config:  # a program that reads it needs every character
                 output = sys.stdout if sys.stdout.isatty() else Unescaped(sys.stdout)
-                output.write(to_yaml(config))
+                output.write(to_yaml(config, comments=options.comments))
             elif options.dry_run:
                 _dry_run(config, options)
             else:

@@ -1,5 +1,6 @@
-"""`zaya config`: what is printed of keys, names of other libraries."""
+"""`zaya config`: what is printed of keys, YAML with comments, names of other libraries."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -7,15 +8,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.config_helpers import refused_to_load
-from zaya_jax.config import load_config, to_dict
+from tests.config_helpers import SMALL, SOURCES, refused_to_load, written
+from zaya_jax.config import load_config, to_dict, to_yaml
 from zaya_jax.config.__main__ import explain, main
 from zaya_jax.config.loader import flatten_keys
 from zaya_jax.config.other_names import _IN_TOKENS, _SAME, _SENTENCES, TRANSLATED, example
 from zaya_jax.config.reference import generic, keys_by_place, sections
 from zaya_jax.config.shipped import shipped_names
+from zaya_jax.main import main as train
 
 KEYS = [key for section in sections() for key in section.keys]
+
+
+@pytest.mark.parametrize("name", shipped_names())
+def test_yaml_with_comments_is_the_same_configuration_and_comments_every_key(name, tmp_path):
+    config = load_config(name)
+    text = to_yaml(config, comments=True)
+    assert load_config(written(tmp_path, text)) == config
+    leaves = [line for line in to_yaml(config).splitlines() if re.match(r" *(- )?\w+: \S", line)]
+    assert text.count("# ") >= len(leaves) - sum(len(phase.mixture) + 2 for phase in config.phases)
+
+
+@given(
+    prompt=st.text(min_size=1).filter(lambda text: text.isprintable()) | st.sampled_from(["a\n\n b", " # c", "- x: y"])
+)
+def test_text_survives_comments(tmp_path_factory, prompt):
+    sample, data = dataclasses.replace(SMALL.sample, prompt=prompt), dataclasses.replace(SMALL.data, sources=SOURCES)
+    config = dataclasses.replace(SMALL, sample=sample, data=data)
+    path = written(tmp_path_factory.mktemp("comments"), to_yaml(config, comments=True))
+    assert load_config(path) == config
+
+
+def test_the_command_prints_yaml_with_comments(capsys):
+    assert train(["configs/tiny.yaml", "--print-config", "--comments"]) == 0
+    assert (
+        "# Seed of initialization, data order and sampling; at least 0 (whole number; default: 0)"
+        in capsys.readouterr().out
+    )
+    assert train(["configs/tiny.yaml", "--comments"]) == 2
+    assert capsys.readouterr().err == "Error: --comments requires --print-config: add it, or remove --comments.\n"
 
 
 def test_every_key_of_a_configuration_is_found_with_its_own_names():
@@ -40,7 +71,7 @@ def test_a_key_is_explained_by_its_full_name(key):
     ("optimizer.muon", "Muon for attention", "optimizer.muon.momentum_form "),
     ("phases.pretrain.schedule", "phases.NAME.schedule", "phases.NAME.schedule.peak "),
     ("vocab_size", "model.vocab_size", "configs/tiny.yaml "),
-    ("phases.x.tokens", "phases.NAME.tokens", "configs/tiny.yaml "),
+    ("phases.x.tokens", "phases.NAME.tokens", "docs/training.md"),
     ("phases.x.batch", "phases.NAME.batch", "phases.NAME.batch.stepped.INDEX.until "),
     ("optimizer.roles", "One section for each", "optimizer.roles.bias.weight_decay "),
     ("optimizer.roles.bias.weight_decay", "optimizer.roles.bias.weight_decay", "default "),

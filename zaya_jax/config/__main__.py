@@ -1,12 +1,14 @@
 """Explain configuration keys: `python -m zaya_jax.config [SECTION | KEY | WORD]`."""
 
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from zaya_jax.config.other_names import TRANSLATED
 from zaya_jax.config.reference import Key, generic, keys_by_place, sections, shipped_values
-from zaya_jax.errors import InputError, did_you_mean, printable
+from zaya_jax.errors import ExitCode, InputError, did_you_mean, printable
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.table import format_table
@@ -19,20 +21,25 @@ _EXAMPLES = """examples:
   python -m zaya_jax.config optimizer.muon
   python -m zaya_jax.config phases.train.tokens
   python -m zaya_jax.config learning rate"""
+_DOCS = Path(__file__).parent.parent.parent / "docs"  # of a clone; a wheel has none
 _WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what the words name; the exit status is 0, or 2 if no key has them."""
     options = _parser().parse_args(arguments)
-    text = " ".join(options.words).partition("=")[0].strip()
-    return run_command(lambda: print(*map(printable, explain(text)), sep="\n"))
+    return run_command(lambda: _print_explanation(" ".join(options.words).partition("=")[0].strip()))
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m zaya_jax.config", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("words", nargs="*", metavar="WORD", help="section, key or words (default: list the sections)")
     return parser
+
+
+def _print_explanation(text: str) -> int:
+    print(*map(printable, explain(text)), sep="\n")
+    return ExitCode.OK
 
 
 def explain(text: str) -> list[str]:
@@ -66,6 +73,12 @@ def explain(text: str) -> list[str]:
 
 def _describe(key: Key) -> list[str]:
     rows = [("type", key.kind), ("default", key.default), *shipped_values(key).items()]
+    name = re.escape(key.name).replace("NAME", r"[^.`\s]+")
+    # A name of one word is also prose: a page uses it as a key only with these marks.
+    use = rf"(?<![\w.]){name}(?![\w.])" if "." in key.name else rf"`{name}[`=:]|^ *{name}: |\s{name}="
+    found = (path for path in _DOCS.rglob("*.md") if re.search(use, path.read_text(encoding="utf-8"), re.MULTILINE))
+    if pages := sorted(f"docs/{path.relative_to(_DOCS)}" for path in found):
+        rows.append(("pages", ", ".join(pages)))
     return [key.name, *textwrap.wrap(key.sentence, _WIDTH), "", *format_table(rows, [False, False]), ""]
 
 

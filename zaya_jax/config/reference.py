@@ -85,9 +85,28 @@ def shipped_values(key: Key) -> dict[str, str]:
     return values
 
 
-def to_yaml(config: Config) -> str:
-    """Convert a configuration to YAML that `load_config` reads back unchanged."""
-    return dump_yaml(to_dict(config))
+def to_yaml(config: Config, *, comments: bool = False) -> str:
+    """Convert a configuration to YAML that `load_config` reads back unchanged, with `comments` what each key means."""
+    tree = to_dict(config)
+    return "\n".join([*_commented(tree, ""), ""]) if comments else dump_yaml(tree)
+
+
+def _commented(tree: dict[str, Any], section: str) -> Iterator[str]:
+    for name, value in tree.items():
+        dotted = f"{section}.{name}".lstrip(".")
+        if key := keys_by_place().get(generic(dotted)):
+            default = key.default if key.default == "required" else f"default: {key.default}"
+            yield f"# {key.sentence.removesuffix('.')} ({key.kind}; {default})"
+        if value and isinstance(value, dict):
+            yield dump_yaml({name: None}).removesuffix(" null\n")
+            yield from (f"  {line}" for line in _commented(value, dotted))
+        elif value and isinstance(value, list) and isinstance(value[0], dict):
+            yield f"{name}:"
+            for item in value:
+                yield "-"
+                yield from (f"  {line}" for line in _commented(item, f"{dotted}.0"))
+        else:
+            yield from dump_yaml({name: value}).splitlines()
 
 
 @functools.cache

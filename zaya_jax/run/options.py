@@ -50,6 +50,8 @@ def training_parser() -> Parser:
     text = "configuration file, such as configs/tiny.yaml (required; --config may be left out)"
     add("--config", action="append", default=[], metavar="FILE", help=text)
     add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
+    text = "with --print-config: print the meaning of each key above it"
+    add("--comments", action="store_true", help=text)
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
     names, results = ", ".join(HARDWARE), "a file of make gpu-report, or a folder of machine's results"
@@ -82,6 +84,8 @@ def training_config(options: argparse.Namespace) -> Config:
     if not options.dry_run and (options.json or options.suggest or only_dry != (None, None, None)):
         flags = "--devices, --hardware, --compile-for, --suggest and --json"
         raise InputError(f"{flags} require --dry-run: add it, or remove them.")
+    if options.comments and not options.print_config:
+        raise InputError("--comments requires --print-config: add it, or remove --comments.")
     if options.peer_timeout is not None and not 0 < options.peer_timeout < math.inf:
         raise InputError(f"--peer-timeout is {options.peer_timeout:g}, but must be a finite number of seconds above 0.")
     return load_config(options.config, options.overrides)
