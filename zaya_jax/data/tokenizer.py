@@ -93,6 +93,11 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @functools.cached_property
+    def bytes_covered(self) -> int:
+        """The number of bytes, of 256, that have a token of a byte-level tokenizer."""
+        return sum(self._backend.token_to_id(sign) is not None for sign in pre_tokenizers.ByteLevel.alphabet())
+
+    @functools.cached_property
     def specials(self) -> frozenset[str]:
         """The texts of the special tokens."""
         return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)

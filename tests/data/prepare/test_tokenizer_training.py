@@ -32,7 +32,7 @@ def test_the_command_trains_measures_and_writes_what_prepare_and_training_read(s
     every = "".join(map(chr, range(0x250))) + "☃"
     assert tokenizer.decode(tokenizer.encode(every)) == every
     head, columns, web, code = capsys.readouterr().out.splitlines()
-    assert head == f"{path}: 320 tokens; special: {EOT_TEXT}, <|im_start|>, <|im_end|>."
+    assert head == f"{path}: 320 tokens; 256 of 256 bytes; special: {EOT_TEXT}, <|im_start|>, <|im_end|>."
     assert columns.split()[-1] == "bytes/token"
     assert [line.split()[0] for line in (web, code)] == sources
     for line, source in ((web, sources[0]), (code, sources[1])):

@@ -117,7 +117,7 @@ def train_on(texts: TrainingTexts, output: Path, vocab_size: int, special: Seque
     head = ("source", "documents trained on", "bytes measured", "tokens", "bytes/token")
     few = "" if tokenizer.vocab_size == vocab_size else f", fewer than {vocab_size:,}: the text has no more pairs"
     names = ", ".join([EOT_TEXT, *special])
-    size = f"{tokenizer.vocab_size:,} tokens{few}; special: {names}"
+    size = f"{tokenizer.vocab_size:,} tokens{few}; {tokenizer.bytes_covered} of 256 bytes; special: {names}"
     part = f"Trained on {100 * texts.share:.3g} % of the documents." if texts.share < 1 else ""
     lines = [f"{output / TOKENIZER}: {size}.", part, left_out, *format_table([head, *rows])]
     return "\n".join(map(printable, filter(None, lines)))
