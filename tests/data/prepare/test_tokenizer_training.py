@@ -2,6 +2,7 @@
 
 import json
 
+import matplotlib.image
 import pytest
 
 from tests.data.prepare_helpers import make_texts, write_jsonl, write_lines
@@ -48,6 +49,7 @@ def test_the_command_trains_measures_and_writes_what_prepare_and_training_read(s
         )
         assert line.split()[1:] == [str(len(trained)), f"{size:,}", f"{tokens:,}", f"{size / tokens:.2f}"]
     assert float(web.split()[-1]) > float(code.split()[-1]) > 1
+    assert matplotlib.image.imread(output / "compression.png").size
     assert main(["prepare", "--input", sources[0], "--tokenizer", str(output), "--output", str(tmp_path / "out")]) == 0
     before = path.read_bytes()
     assert main(["tokenizer", "--input", *sources, "--vocab-size", "300", "--output", str(output)]) == 2
@@ -55,11 +57,10 @@ def test_the_command_trains_measures_and_writes_what_prepare_and_training_read(s
     assert path.read_bytes() == before
 
 
-def test_of_a_large_input_a_part_of_each_source_is_trained_on(sources, monkeypatch):
+def test_of_a_large_input_a_part_of_each_source_is_trained_on(sources):
     whole = TrainingTexts(sources, "text")
     size = sum(unit.bytes for source in whole.sources for unit in source.units)
-    monkeypatch.setattr("zaya_jax.data.prepare.tokenizer_training._MOST_TRAINED", size // 2)
-    half = TrainingTexts(sources, "text")
+    half = TrainingTexts(sources, "text", most_bytes=size // 2)
     assert {*half} < {*whole}
     for each, other in zip(half.sources, whole.sources, strict=True):
         assert each.measured == other.measured

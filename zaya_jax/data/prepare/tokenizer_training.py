@@ -12,16 +12,17 @@ from zaya_jax.data.prepare.document_encoder import message_texts
 from zaya_jax.data.prepare.manifest import content_hash
 from zaya_jax.data.readers.documents import BadDocument, Entry, Unit
 from zaya_jax.data.readers.inputs import list_units, read_unit
-from zaya_jax.data.tokenizer import EOT_TEXT, train_tokenizer
+from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer, train_tokenizer
 from zaya_jax.errors import InputError, printable
+from zaya_jax.run.figures import panels
 from zaya_jax.run.files import json_text, write_atomically
 from zaya_jax.run.table import NONE, format_table
 from zaya_jax.run.tokenizer import TOKENIZER, TOKENIZER_CONFIG, tokenizer_settings
 from zaya_jax.run.writing import make_folder
 
+PICTURE = "compression.png"
 _MEASURED = 0.05  # share of documents, chosen by a hash of their text, that are measured instead of trained on
 _MOST_MEASURED = 10_000_000  # bytes measured of a source
-_MOST_TRAINED = 10**9  # bytes of all inputs; of more, a part of the documents is trained on
 
 
 @dataclass
@@ -41,17 +42,19 @@ class TrainingTexts:
         inputs: Sequence[str],
         field: str,
         suffixes: tuple[str, ...] = (".txt",),
+        most_bytes: int = 10**9,
         max_bad: int = 0,
     ) -> None:
         """List the inputs, each of which is a source; `InputError` if one cannot be used.
 
-        `field` is a JSON key or column; the messages of a conversation are separate texts. Of more than 1 GB of
+        `field` is a JSON key or column; the messages of a conversation are separate texts. Of more than `most_bytes` of
         input, a part of each source is trained on. Iterating ends after `max_bad` documents that cannot be used.
         """
+        require(most_bytes > 0, "--bytes", most_bytes, "greater than 0")
         require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
         self.sources = [_Source(path, list_units([path], suffixes=suffixes)) for path in inputs]
         total = sum(unit.bytes for source in self.sources for unit in source.units)
-        self.share = min(1.0, _MOST_TRAINED / max(total, 1))  # of the documents that are not measured
+        self.share = min(1.0, most_bytes / max(total, 1))  # of the documents that are not measured
         self._field, self._max_bad, self._bad, self._first = field, max_bad, Counter[str](), ""
 
     def __iter__(self) -> Iterator[str]:
@@ -97,7 +100,7 @@ class TrainingTexts:
 
 
 def train_on(texts: TrainingTexts, output: Path, vocab_size: int, special: Sequence[str] = ()) -> str:
-    """Train a tokenizer, write it with its settings into a folder, and return a report.
+    """Train a tokenizer, write it with its settings and a picture into a folder, and return a report.
 
     `InputError`, before anything is written, if the folder is not empty, or an input or setting cannot be used.
     """
@@ -105,12 +108,15 @@ def train_on(texts: TrainingTexts, output: Path, vocab_size: int, special: Seque
     require(is_free, "--output", str(output), "a new or empty folder")
     tokenizer = train_tokenizer(texts, vocab_size, special, key="--vocab-size")
     left_out = texts.check()
-    rows = []
+    rows, ratios = [], dict[str, float]()
     for source in texts.sources:
         tokens = sum(map(len, tokenizer.encode_all(source.measured)))
-        ratio = f"{source.measured_bytes / tokens:.2f}" if tokens else NONE
+        if tokens:
+            ratios[source.name] = source.measured_bytes / tokens
+        ratio = f"{ratios[source.name]:.2f}" if tokens else NONE
         rows.append((source.name, f"{source.trained:,}", f"{source.measured_bytes:,}", f"{tokens:,}", ratio))
     make_folder(output)
+    _draw(output / PICTURE, ratios, tokenizer)
     settings = tokenizer_settings(EOT_TEXT, EOT_TEXT, EOT_TEXT)
     write_atomically(output / TOKENIZER_CONFIG, json_text(settings))
     tokenizer.save(output / TOKENIZER)  # last: `prepare` refuses a folder without it
@@ -118,6 +124,15 @@ def train_on(texts: TrainingTexts, output: Path, vocab_size: int, special: Seque
     few = "" if tokenizer.vocab_size == vocab_size else f", fewer than {vocab_size:,}: the text has no more pairs"
     names = ", ".join([EOT_TEXT, *special])
     size = f"{tokenizer.vocab_size:,} tokens{few}; {tokenizer.bytes_covered} of 256 bytes; special: {names}"
-    part = f"Trained on {100 * texts.share:.3g} % of the documents." if texts.share < 1 else ""
+    part = f"Trained on {100 * texts.share:.3g} % of the documents (--bytes)." if texts.share < 1 else ""
     lines = [f"{output / TOKENIZER}: {size}.", part, left_out, *format_table([head, *rows])]
     return "\n".join(map(printable, filter(None, lines)))
+
+
+def _draw(path: Path, ratios: dict[str, float], tokenizer: Tokenizer) -> None:
+    title = f"Compression of a tokenizer of {tokenizer.vocab_size:,} tokens, on documents that it was not trained on"
+    with panels(path, title, size=(7.5, 1.5 + 0.4 * len(ratios))) as (panel,):
+        bars = panel.barh([printable(name, 60) for name in ratios], list(ratios.values()))
+        panel.bar_label(bars, fmt="%.2f", padding=3)
+        panel.invert_yaxis()
+        panel.set(xlabel="bytes of text per token")
