@@ -24,7 +24,6 @@ OTHERS = {
     "aegis/training_command.py": ("TemporaryFile", "a file without a name"),
     "benchmarks/ablations.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/benchmark_command.py": ("TemporaryFile", TEMPORARY),
-    "benchmarks/balance.py": ("TemporaryDirectory", TEMPORARY),
     "benchmarks/checkpoint.py": ("TemporaryDirectory dump mkdir mkdir open open rename rmtree rmtree "
                                  "save_checkpointables_async unlink write_text", TEMPORARY),
     "benchmarks/data.py": ("TemporaryDirectory TemporaryDirectory open tofile write_bytes", TEMPORARY),
@@ -35,8 +34,6 @@ OTHERS = {
     "benchmarks/gpu_report/state.py": ("rmtree rmtree write_text", TEMPORARY),
     "benchmarks/gpu_report/supervisor.py": ("mkdir write_text", TEMPORARY),
     "benchmarks/gpu_report/speed.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
-    "benchmarks/optimizer.py": ("TemporaryDirectory", TEMPORARY),
-    "benchmarks/startup.py": ("TemporaryDirectory fdopen truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),
     "checkpoint/orbax_save.py": ("save_checkpointables_async",
                                  "into folders that must not exist and that Orbax creates"),
