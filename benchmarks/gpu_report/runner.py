@@ -57,7 +57,7 @@ def make_parts(small: bool, devices: int, report: Path) -> dict[str, Part]:
         "step": Part(100, speed.measure_step, (small, "data")),
         "training": Part(170, measure_training, (small,)),
         "supervisor": Part(150, measure_supervisor, (small, 145)),
-        "state": Part(230, measure_state, (small, 220)),
+        "state": Part(205, measure_state, (small, 195)),
         "kernels": Part(105, speed.measure_kernels, (small,)),
         "tune": Part(270, speed.measure_tuning, (small, 240)),
         "step_tuned": Part(100, speed.measure_tuned_step, (small, report)),

@@ -72,7 +72,10 @@ def test_trainings_give_their_losses_in_order_and_one_that_fails_gives_none(tmp_
     assert "no_such" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("flags", "message"), [(["--steps", "9"], "--steps is 9"), (["--only", "x"], "--only is 'x', but must be one of ZAYA1, GQA,")])
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--steps", "9"], "--steps is 9"),
+    (["--only", "x"], "--only is 'x', but must be one of ZAYA1, GQA,"),
+])  # fmt: skip
 def test_a_mistake_is_told_before_anything_trains(flags, message, capsys):
     assert main(["ablations", *flags]) == 2
     assert message in capsys.readouterr().err
