@@ -106,8 +106,6 @@ def test_the_command_measures_all_families_and_a_runs_routing(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ("--compile-for h300", "--compile-for is 'h300', but must be one of h100, h200, mi300x, mi355x."),
-    ("--compile-for h200 --png x.png", "--png plots measured speeds: leave it out with --compile-for."),
     ("--squares 8 4 1", "--squares is 8 4 1, but must be FIRST ≤ LAST and a STEP, all at least 1."),
     ("--lengths 0", "--lengths is 0, but must be at least 1."),
     ("--tokens 0", "--tokens is 0, but must be at least 1."),

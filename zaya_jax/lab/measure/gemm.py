@@ -1,9 +1,7 @@
-"""Measure matrix products, or compile them for a GPU that need not be here; print a table for each family."""
+"""Measure matrix products; print a table for each family."""
 
 import functools
 import itertools
-import json
-import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +15,9 @@ from zaya_jax.config import Config, ModelConfig, MuonConfig
 from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import PRODUCTS, drawn
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.predict.calibration import get_device
-from zaya_jax.lab.predict.compilers.compiled import run_worker
-from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.hlo import parse
-from zaya_jax.lab.predict.compilers.predict import launches, predict
-from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files, silence_plugins
 from zaya_jax.lab.predict.sizing.rules import Product, products
-from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
+from zaya_jax.lab.result_tables import TABLES
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.loss import chunk_tokens
@@ -37,7 +29,6 @@ from zaya_jax.ops.target import current_target
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.progress import track
-from zaya_jax.run.table import make_table, quantity
 
 OFFSETS = (-128, -64, -32, -16, 0, 16, 32, 64, 128)  # from the hidden size
 _STRIDE_ROWS = 4096
@@ -127,35 +118,6 @@ def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> dict[str, 
         seconds["cold"] += time_calls(one_call, 1, 0, lambda: overwrite(flush).block_until_ready()).seconds
         seconds["warm"] += time_calls(one_call, 1, 0).seconds
     return {name: statistics.median(each) for name, each in seconds.items()}
-
-
-def program_name(index: int) -> str:
-    """Name the compiled program of a problem."""
-    return f"product_{index}"
-
-
-def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
-    """Compile a request's problems for `gpu`, and print launches and predicted speeds; raises like `run_worker`."""
-    find_toolchain(gpu)
-    silence_plugins()
-    device = get_device(gpu, 1)
-    kernels, _ = select_kernels(GPUS[gpu].target, config.model, request.dtype, None, config.ops).without_libraries()
-    plugin = "jax-cuda12-plugin" if GPUS[gpu].platform == "cuda" else "jax-rocm7-pjrt"
-    size = f"{request.dtype}, a micro-batch of {request.tokens:,} tokens, {gpu}"
-    result = describe_run("compiled matrix products", size, "", (plugin,)) | {"results": []}
-    words, failure = json.dumps(request._asdict()), f"The products cannot be compiled for {gpu}"
-    with run_worker("products", gpu, (words,), failure, config) as folder:
-        for index, problem in enumerate(make_problems(config, request, kernels)):
-            entry = parse(program_files(folder, program_name(index))[0].read_text(encoding="utf-8"))
-            time = predict(entry, device)
-            ends = {"predicted_flops_per_second": problem.flops / time.seconds, "slowest": problem.flops / time.most}
-            result["results"].append(problem.row | {"launches": launches(entry)} | ends)
-    columns = {"product": "name", "GFLOP": quantity("flops", unit=1e9), "launches": "launches"}
-    columns |= {"predicted TFLOP/s": quantity("predicted_flops_per_second", unit=1e12)}
-    columns |= {"at least": quantity("slowest", unit=1e12)}
-    families = itertools.groupby(result["results"], operator.itemgetter("family"))
-    print_tables(make_table(family, list(rows), columns) for family, rows in families)
-    return result
 
 
 def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:

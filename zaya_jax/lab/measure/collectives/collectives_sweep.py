@@ -23,8 +23,8 @@ from zaya_jax.lab.measure.collectives.programs import Case, Mode, TimedCase, tim
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.predict.compilers.collectives import collectives, mesh_axes
 from zaya_jax.lab.predict.compilers.hlo import parse
-from zaya_jax.lab.report.tables import message_table
 from zaya_jax.lab.result import describe_run, print_once, table_lines
+from zaya_jax.lab.result_tables import message_table
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.run.metrics import append_row
