@@ -126,7 +126,7 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
             else:
                 # The limits are those of a GPU; a CPU that others use, too, may take longer.
                 result = machine if name == "machine" else run_part(name, part, 60 * minutes if small else part.seconds)
-                date = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name}
+                date = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "part": name}
                 recordings[name] = {**result, **date, **header}
                 write_report(report, device, recorded | recordings)
     print()

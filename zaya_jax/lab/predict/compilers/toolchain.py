@@ -40,6 +40,11 @@ def find_toolchain(name: str) -> tuple[Path, Path | None]:
     return plugin, assembler
 
 
+def silence_plugins() -> None:
+    """Drop jax's log of the traceback of a compiler's plugin that finds no GPU."""
+    logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin" not in record.getMessage())
+
+
 def environment(
     name: str, folder: Path, measurements: str | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -78,8 +83,7 @@ def program_files(folder: Path, name: str) -> tuple[Path, Path]:
 def load_compiler(name: str) -> None:
     """Make the compiler for a GPU of `GPUS` usable in this process, which must have its `environment`."""
     plugin, _ = find_toolchain(name)
-    # The plugin finds no GPU, and jax logs the traceback of that.
-    logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin" not in record.getMessage())
+    silence_plugins()
     Path(os.environ["MOSAIC_GPU_DUMP_TO"]).mkdir(exist_ok=True)  # without it, Mosaic prints what it compiles
     if GPUS[name].platform == "rocm":
         load_stand_ins(plugin)
