@@ -1,7 +1,6 @@
 """The sweep of collectives: results, compiled programs, conventions, tables, fit and input."""
 
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -224,35 +223,6 @@ def test_the_messages_of_a_step_are_measured_at_their_sizes(tmp_path):
         (*message, pytest.approx(2e-5 + 2 * message[2] / 1e9, rel=0.01)) for message in expected
     ]
     assert result["benchmark"] != "collectives"  # whose fits set the preset
-
-
-def peered(folder):
-    """Run the command with a program named like nccl-tests' in the PATH."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", folder, prepend=os.pathsep)
-        arguments = ["--operations", "all_gather", "--min-bytes", "64", "--max-bytes", "1K", "--factor", "4",
-                     "--repeats", "1", "--output", f"{folder}/result"]  # fmt: skip
-        assert main(["collectives", *arguments]) == 0
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_nccl_tests_are_set_beside_ours(works, tmp_path):
-    """With a program that checks its arguments and prints the table of nccl-tests."""
-    case = Case(COLLECTIVES["all_gather"], make_mesh(devices=8), ("data",), 64, "float32")
-    half = TimedCase(case, [1e-6], 0)
-    program = tmp_path / "all_gather_perf"
-    words = "-b 64 -e 1024 -f 4 -g 8 -n 1 -w 5 -d float"
-    program.write_text(f"""#!/bin/sh
-[ "$*" = "{words}" ] || exit 3
-{"cat <<END" if works else "echo no GPU; exit 1"}
-{row(half, half)}
-END
-""")
-    program.chmod(0o755)
-    on_devices(8, HERE + "peered", str(tmp_path))
-    rows = json.loads((tmp_path / "result").read_text())["results"]
-    # 256 bytes, seven eighths of which each device receives in 1 µs.
-    assert [row.get("peer_busbw") for row in rows] == [None, pytest.approx(0.22e9) if works else None, None]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -65,6 +65,8 @@ def equals_the_reference(data, seed, case, dtype, segmented=True):
     length = max(case.s, case.t) + TILE
     line = data.draw(documents(case.b, length, SIZES)) if segmented else np.ones((case.b, length), np.int32)
     query, key = data.draw(st.integers(0, length - case.s)), data.draw(st.integers(0, length - case.t))
+    if segmented and case.b > 1:
+        line[0] *= data.draw(st.sampled_from([0, 1, 1]))  # an empty row
     if not segmented:
         query, key = length - case.s, length - case.t
     arrays = [*map(np.asarray, draw_arrays(seed, case))]

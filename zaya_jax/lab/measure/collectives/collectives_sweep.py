@@ -66,7 +66,7 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
         _check_devices([make_mesh()], ())
         mesh, messages = model_messages(config)
         groups = _message_groups(sweep, mesh, messages)
-    result = describe_run(benchmark, f"{size}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
+    result = describe_run(benchmark, f"{size}, {sweep.mode}", "", ())
     device = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     result["hardware"] |= {"device": device, "processes": jax.process_count()}
     head, result["results"], result["fits"], traffic = dict(result), [], [], Traffic()
@@ -74,8 +74,6 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
         measured = _measure(probe, sizes, sweep, head, rows)
         result["results"] += measured
         result["fits"].append(_fit(measured))
-        if config is None:
-            _compare(probe.collective.name, measured, sweep.repeats)
     if messages:
         result["messages"] = _messages(messages, result["results"])
     result["traffic"] = traffic.bytes()
@@ -164,20 +162,6 @@ def _messages(messages: Sequence[dict[str, Any]], results: Sequence[dict[str, An
 
 def _half(row: dict[str, Any]) -> str:
     return "out_of_place" if "out_of_place" in row else "in_place"
-
-
-def _compare(operation: str, measured: Sequence[dict[str, Any]], repeats: int) -> None:
-    """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
-    if jax.process_count() > 1 or measured[0]["groups"] > 1 or _half(measured[0]) == "in_place":
-        return
-    peers, failure = text.peer_bandwidths(operation, measured, repeats)
-    if failure:
-        print_once(failure, "")
-    for row in measured:
-        if peer := peers.get(row["bytes"]):
-            row["peer_busbw"], ours = peer, row["out_of_place"]["busbw"]
-            speeds = f"{ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests ({ours / peer:.2f}×)"
-            print_once(f"{row['bytes']:>12,} bytes: {speeds}")
 
 
 def _measure(
