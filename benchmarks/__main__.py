@@ -17,6 +17,7 @@ BENCHMARKS = {
     "prefill": "attention of a prompt, against grouped-query and full attention",
     "data": "packing against Grain, data preparation against datasets",
     "checkpoint": "saving and restoring, against Orbax and gather-and-pickle",
+    "startup": "start of training by part, with empty caches and again",
     "kernels": "each Pallas kernel, against XLA, PyTorch and the device's peak",
     "gpu_report": "what training on this machine's GPUs computes, how fast, and whether it can be trusted",
     "adopt": "tables, predictions and pages from what GPUs have recorded, and from the file of a report",

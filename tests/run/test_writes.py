@@ -34,6 +34,7 @@ OTHERS = {
     "benchmarks/gpu_report/state.py": ("write_text", TEMPORARY),
     "benchmarks/gpu_report/supervisor.py": ("mkdir write_text", TEMPORARY),
     "benchmarks/gpu_report/speed.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
+    "benchmarks/startup.py": ("TemporaryDirectory fdopen truncate", TEMPORARY),
     "checkpoint/local.py": ("tofile write_text", "in a new folder of a private folder"),
     "checkpoint/orbax_save.py": ("save_checkpointables_async",
                                  "into folders that must not exist and that Orbax creates"),

@@ -1,7 +1,6 @@
 """The verbs of `python -m zaya_jax.machine` that measure this machine: flags, and what is checked before jax starts."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import ParallelConfig, load_config
@@ -48,7 +47,6 @@ def _add_collectives(verbs: Any, program: str) -> None:
     flag("--config", nargs="+", default=(), metavar=("CONFIG", "section.key=value"), help=text)
     text = "dispatch: time calls of one operation; graph: operations within one program, without the time to start each"
     flag("--mode", choices=("dispatch", "graph"), default="dispatch", help=f"{text} (default: dispatch)")
-    flag("--jsonl", metavar="FILE", help="append each row, with versions and hardware, to FILE as a line of JSON")
     add_job(verb)
     add_flags(verb, repeats=20, png="bus bandwidth and latency against the size")
 
@@ -88,7 +86,7 @@ def _collectives(parsed: argparse.Namespace) -> dict[str, Any]:
 
         operations, dtypes, devices, axes = map(tuple, (parsed.operations, parsed.dtypes, parsed.devices, parsed.axis))
         sweep = Sweep(operations, dtypes, tuple(sizes), devices, layout, axes, parsed.mode, parsed.repeats)
-        return measure_collectives(sweep, config, Path(parsed.jsonl) if parsed.jsonl else None)
+        return measure_collectives(sweep, config)
 
     return run_in_job(parsed, preset, work)
 
@@ -158,7 +156,6 @@ def _add_gemm(verbs: Any, program: str) -> None:
     flag("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N", help=text)
     whole = "those of the first phase, or of its whole step if micro_batch is null"
     flag("--tokens", type=int, metavar="N", help=f"tokens of a micro-batch on one device (default: {whole})")
-    flag("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
     text = "bytes that are overwritten before a cold call, at least the size of the last-level cache (default: 512M)"
     flag("--flush", default="512M", metavar="SIZE", help=text)
     add_flags(verb, repeats=5, png="the speeds")
@@ -170,7 +167,7 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
     Prints the speed of each product with its operands in the caches and without, and its share of the fastest square's
     speed.
 
-    gemm configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png
+    gemm configs/zaya1_8b.yaml --png gemm.png
     """
     first, last, step = parsed.squares
     if not (1 <= first <= last and step >= 1):
@@ -187,7 +184,7 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.lab.measure.gemm import Request, measure_gemm
 
     squares = list(range(first, last + 1, step))
-    sizes = (squares, parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)
+    sizes = (squares, parsed.lengths, tokens, flush, parsed.repeats)
     return measure_gemm(config, Request(parsed.families, dtype, *sizes))
 
 

@@ -4,7 +4,6 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import Config, ModelConfig, MuonConfig
-from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import PRODUCTS, drawn
 from zaya_jax.lab.measure.timing import time_calls
 from zaya_jax.lab.predict.sizing.rules import Product, products
@@ -26,8 +24,6 @@ from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
-from zaya_jax.run.folder import METRICS
-from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.progress import track
 
 OFFSETS = (-128, -64, -32, -16, 0, 16, 32, 64, 128)  # from the hidden size
@@ -59,7 +55,6 @@ class Request(NamedTuple):
     squares: Sequence[int]  # sizes of the square matrices
     lengths: Sequence[int]  # tokens of a row of attention
     tokens: int  # of a micro-batch on one device
-    routing: str | None  # folder of a run whose expert counts to use besides even ones; None for none
     flush: int  # bytes that are overwritten before a cold call
     repeats: int  # number of timed calls
 
@@ -87,17 +82,13 @@ def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
 
 
 def make_problems(config: Config, request: Request, kernels: KernelSelection) -> list[Problem]:
-    """Make all problems of a request, squares first; raises like `measure_gemm`."""
+    """Make all problems of a request, squares first."""
     model, dtype, tokens = config.model, request.dtype, request.tokens
-    routed = tokens * rows_per_token(model)
-    histograms = {"even": scale_counts(np.ones(model.num_experts), routed)}
-    if request.routing is not None:
-        histograms |= read_histograms(request.routing, model.num_experts, routed)
     made = {
         "square": lambda: squares(request.squares, dtype),
         "stride": lambda: strides(model, tokens, dtype),
         "model": lambda: model_products(model, tokens, dtype),
-        "experts": lambda: expert_products(model, histograms, kernels, dtype),
+        "experts": lambda: expert_products(model, tokens, kernels, dtype),
         "newton_schulz": lambda: newton_schulz(model, config.optimizer.muon, kernels),
         "attention": lambda: attention(model, request.lengths, tokens, kernels, dtype),
     }
@@ -177,22 +168,19 @@ def _arrays(dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct,
     return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
 
 
-def expert_products(
-    model: ModelConfig, histograms: Mapping[str, np.ndarray], kernels: KernelSelection, dtype: str
-) -> list[Problem]:
-    """Return the grouped products of a layer's experts, both passes; `histograms` have tokens by expert, int32 [e]."""
+def expert_products(model: ModelConfig, tokens: int, kernels: KernelSelection, dtype: str) -> list[Problem]:
+    """Return the grouped products of a layer's experts, both passes, with the tokens spread evenly over them."""
     d, f, e = model.hidden_size, model.expert_size, model.num_experts
     run = functools.partial(grouped_matmul, **{part: kernels.implementation(part) for part in PRODUCTS})
-    both, problems = functools.partial(_gradient, run), []
+    both, problems, t = functools.partial(_gradient, run), [], tokens * rows_per_token(model)
+    sizes_e = np.diff(np.arange(e + 1) * t // e).astype(np.int32)
     for layer, p, q in (("gate and up", d, 2 * f), ("down", f, d)):
-        for name, sizes_e in histograms.items():
-            t = int(sizes_e.sum())
-            x, w, y = _arrays(dtype, (t, p), (e, p, q), (t, q))
-            sizes, flops, title = {"rows": t // e, "columns": q, "depth": p}, 2.0 * t * p * q, f"{layer}, {name}"
-            problems += [
-                Problem("experts", f"{title}, forward", sizes, run, (x, w), (sizes_e,), flops),
-                Problem("experts", f"{title}, gradients", sizes, both, (x, w, y), (sizes_e,), 2 * flops),
-            ]
+        x, w, y = _arrays(dtype, (t, p), (e, p, q), (t, q))
+        sizes, flops = {"rows": t // e, "columns": q, "depth": p}, 2.0 * t * p * q
+        problems += [
+            Problem("experts", f"{layer}, even, forward", sizes, run, (x, w), (sizes_e,), flops),
+            Problem("experts", f"{layer}, even, gradients", sizes, both, (x, w, y), (sizes_e,), 2 * flops),
+        ]
     return problems
 
 
@@ -236,32 +224,3 @@ def attention(
 
 def _attend(run: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
     return run(q, k, v, query_segments_bs=segments, key_segments_bt=segments)
-
-
-def scale_counts(counts_e: np.ndarray, tokens: int) -> np.ndarray:
-    """Scale counts to a sum of `tokens`, by largest remainders; int32 [e]."""
-    exact = counts_e / counts_e.sum() * tokens
-    sizes = np.floor(exact).astype(np.int32)
-    sizes[np.argsort(sizes - exact, kind="stable")[: tokens - int(sizes.sum())]] += 1
-    return sizes
-
-
-def read_histograms(run: str, experts: int, tokens: int) -> dict[str, np.ndarray]:
-    """Return the loads, of `tokens` without skipped ones, of a run's most even and most uneven layer at its last step.
-
-    InputError if the folder has no counts, or those of another number than `experts`.
-    """
-    rows = [row for row in read_rows(Path(run) / METRICS) if row.get("expert_counts")]
-    if not rows:
-        raise InputError(f"--routing is {run!r}, but must be the folder of a run with expert_counts in {METRICS}.")
-    step, classes_lc = rows[-1]["step"], np.array(rows[-1]["expert_counts"], np.float64)  # the last class is skip
-    routed_l, counts_le = classes_lc[:, :-1].sum(1) / np.maximum(classes_lc.sum(1), 1), classes_lc[:, :-1]
-    if counts_le.shape[1] != experts:
-        raise InputError(f"--routing {run} has {counts_le.shape[1]} experts, but the configuration has {experts}.")
-    used = [int(layer) for layer in np.flatnonzero(routed_l)]
-    spread = {layer: counts_le[layer].max() / counts_le[layer].mean() for layer in used}
-    chosen = {min(used, key=spread.__getitem__), max(used, key=spread.__getitem__)} if used else set()
-    return {
-        f"layer {layer} at step {step}": scale_counts(counts_le[layer], round(tokens * routed_l[layer]))
-        for layer in sorted(chosen)
-    }
