@@ -100,7 +100,7 @@ gpu-report:
 	$(CONTAINER) build -f containers/rocm.Dockerfile -t zaya-jax:rocm .
 	$(CONTAINER) run --rm --device /dev/kfd --device /dev/dri --group-add video --security-opt seccomp=unconfined \
 	  --ipc host --ulimit memlock=-1 -v "$(CURDIR)/benchmarks:/zaya_jax/benchmarks" zaya-jax:rocm \
-	  python -m benchmarks gpu_report --commit "$$(git describe --always --abbrev=40 --dirty --exclude '*')" $(REPORT)
+	  python -m benchmarks gpu_report --commit "$$(git rev-parse HEAD)$$(git diff --quiet HEAD -- . ':!benchmarks/gpu' || echo -dirty)" $(REPORT)
 else
 gpu-report: $(VENV)/.stamp-$(or $(GPU),run)
 	$(if $(GPU),,@echo "No GPU found (no /dev/kfd, no /dev/nvidia*): measuring the CPU, at a small size.")

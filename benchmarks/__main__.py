@@ -21,9 +21,7 @@ BENCHMARKS = {
     "kernels": "each Pallas kernel, against XLA, PyTorch and the device's peak",
     "gpu_report": "what training on this machine's GPUs computes, how fast, and whether it can be trusted",
     "adopt": "tables, predictions and pages from what GPUs have recorded, and from the file of a report",
-    "optimizer": "steps that Muon needs to reach AdamW's final held-out loss",
-    "balance": "steps that each balancing rule needs to even out the expert load",
-    "ablations": "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time",
+    "ablations": "held-out loss at equal FLOPs, with one part of ZAYA1 or its recipe changed at a time",
 }
 
 

@@ -1,5 +1,6 @@
 """Compare predicted with measured times, each configuration left out of the rates that predict it."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ _HEADS = (
 )
 
 
+def plain(text: str) -> str:
+    """Return a recorded text for a page: on one line, and nothing in it is a cell, a tag, a link or code."""
+    return re.sub(r"[\\|`\[]", r"\\\g<0>", " ".join(text.split())).replace("<", "&lt;")
+
+
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table as Markdown."""
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
@@ -32,7 +38,7 @@ def table(recordings: Mapping[str, Any]) -> str:
     found = configurations(recordings)
     used = {row["recording"] for row in found.values()}
     others = ", ".join(f"`{file}`" for file in recordings if file not in used)
-    rows = [(name, *cells) for name in found for cells in _rows(name, found)]
+    rows = [(plain(name), *cells) for name in found for cells in _rows(name, found)]
     return f"{markdown(_HEADS, rows)}\n\nRecordings without the time of a program of their own: {others or 'none'}."
 
 
@@ -45,7 +51,8 @@ def _rows(name: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[s
     ends = [predicted(row, end) for end in (sheet, sheet.slowest)]
     ranges = {part: span((end[part] for end in ends), _milliseconds) for part in parts}
     whole = span((sum(end.values()) for end in ends), _milliseconds)
-    yield "**whole**", NONE, *_compared(seconds, sum(parts.values())), whole, f"{row['date']}, `{row['recording']}`"
+    origin = f"{row['date'][:10]}, `{row['recording']}`"
+    yield "**whole**", NONE, *_compared(seconds, sum(parts.values())), whole, origin
     sums = [as_work(work) for work in row.get("sums", ())]
     if sums and {work.name for work in sums} <= {rate.work for rate in known.rates}:
         estimate, *ends = (sum(work.seconds(end) for work in sums) for end in (known, sheet, sheet.slowest))
@@ -56,7 +63,7 @@ def _rows(name: str, found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[s
         took = busy + gap * sum(work["times"] for work in row["works"] if work["part"] == part)
         *times, error = _compared(took, parts[part])
         share = took / seconds
-        yield part, f"{share:.0%}", *times, error if share >= _LARGE else f"({error})", ranges[part], NONE
+        yield plain(part), f"{share:.0%}", *times, error if share >= _LARGE else f"({error})", ranges[part], NONE
 
 
 def _compared(measured: float, value: float) -> tuple[str, str, str]:

@@ -11,6 +11,7 @@ from benchmarks.benchmark_command import command
 from benchmarks.gpu_report.calibration import calibration, configurations
 from benchmarks.gpu_report.report_file import ORIGIN, Report, figures_table, kernel_digests, read_report
 from benchmarks.measured_pages import FOLDER, device_name, fill, read_recordings
+from zaya_jax.errors import printable
 from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware, no_data_sheet
 from zaya_jax.lab.predict.calibration import calibrated
 from zaya_jax.lab.result import print_tables
@@ -85,11 +86,11 @@ def _usable(report: Report, before: Mapping[str, Any]) -> tuple[dict[str, Any], 
             notes.append(f"{name} is not used: it is of {part['date']}, but {recorded['date']} is recorded.")
             continue
         if "failed" in part and "failed" not in recorded:
-            notes.append(f"{name} is not used, since it failed: {part['failed']}")
+            notes.append(printable(f"{name} is not used, since it failed: {part['failed']}"))
             continue
         used[f"{name}.json"] = dict(part)
         if "failed" in part:
-            notes.append(f"{name} is kept, but nothing follows from it, since it failed: {part['failed']}")
+            notes.append(printable(f"{name} is kept, but nothing follows from it, since it failed: {part['failed']}"))
         if part.get("table") and part["size"] != "full":
             count = len(used[f"{name}.json"].pop("table")["operations"])
             notes.append(f"The table of {name} is not used: {count} operations were emulated at a small size.")

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.benchmark_command import command, medians, share_device, start_result
 from benchmarks.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
-from zaya_jax.lab.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
+from zaya_jax.lab.kernel_cases import EIGHT_B, SMALL, Case, Sizes, cases, program
 from zaya_jax.lab.measure import preflight as probes
 from zaya_jax.lab.measure.timing import Passes, Queue, interleave, interleave_subprocesses, repeated
 from zaya_jax.lab.result import write_result
@@ -22,13 +22,6 @@ _ROOFLINES = {"copy": "memory", "dense": "matmul"}  # names of the probes that m
 # Kernels of libraries that are timed beside the default one.
 LIBRARIES = {"attention": {"attention": "cudnn"}, "attention backward": {"attention": "cudnn"}}
 SIDES = {"reference": "XLA", "peer": "PyTorch", "cudnn": "cuDNN"}  # what kernels are compared with
-_QUANTITIES = {
-    "copy": "fraction of the copy bandwidth",
-    "dense": "fraction of the dense matmul rate",
-    "roofline": "fraction of the roofline",
-    "tflops": "TFLOP/s",
-    "reference": "speed relative to XLA",
-}
 
 
 def run(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -70,7 +63,7 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
             passes, missing = time_sides(name, sizes, dtype, emulated, repeats)
         except (InputError, RuntimeError) as error:  # in a timed pass, such as a process that ended
             passes, missing = {}, {"kernel": str(error)}
-        rows[name] = row(chosen[name], passes, missing, limits, target.device_kind)
+        rows[name] = row(chosen[name], passes, missing, limits)
         print(f"{name}: {sentence(rows[name])}", flush=True)
         if "kernel" in missing and supported & set(chosen[name].operations):
             broken.append(f"{name}: {missing['kernel']}")
@@ -139,11 +132,11 @@ def per_call(passes: Passes) -> list[float]:
     return [seconds / calls for seconds, calls in zip(*passes, strict=True)]
 
 
-def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], limits: Limits, device: str) -> Row:
+def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], limits: Limits) -> Row:
     """Summarize the passes of a case.
 
-    `seconds` are those per call, `reference`, `peer` and names of libraries how many times as fast the kernel is. `aim`
-    is `met` or not on an H200, and None on other devices. `missing` has the sides without times, and why.
+    `seconds` are those per call, `reference`, `peer` and names of libraries how many times as fast the kernel is,
+    `of_roofline` its fraction of the measured one. `missing` has the sides without times, and why.
     """
     seconds = {side: per_call(timed) for side, timed in passes.items()}
     typical = medians(seconds)
@@ -159,23 +152,13 @@ def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], li
     kernel = typical.pop("kernel")
     summary |= {side: float(f"{time / kernel:.3g}") for side, time in typical.items()}
     summary |= {"bytes_per_second": short(case.bytes / kernel), "flops_per_second": short(case.flops / kernel)}
-    if case.aim:
-        reached = reach(case, case.aim, kernel, typical, limits)
-        met = reached is not None and reached >= case.aim.least if "H200" in device else None
-        summary["aim"] = case.aim._asdict() | {"met": met, "reached": reached and float(f"{reached:.3g}")}
-    return summary
+    roofline = max(case.bytes / limits["copy"], case.flops / limits["dense"])
+    return summary | {"of_roofline": float(f"{roofline / kernel:.3g}")}
 
 
 def short(value: float) -> float:
     """Round to four digits."""
     return float(f"{value:.4g}")
-
-
-def reach(case: Case, aim: Aim, kernel: float, others: Mapping[str, float], limits: Limits) -> float | None:
-    """Return the value to compare with the goal, for a call of `kernel` seconds; None if the reference is missing."""
-    copy, dense = case.bytes / limits["copy"], case.flops / limits["dense"]
-    times = {"copy": copy, "dense": dense, "roofline": max(copy, dense), "tflops": case.flops / 1e12} | dict(others)
-    return times[aim.of] / kernel if aim.of in times else None
 
 
 def sentence(summary: Row) -> str:
@@ -186,9 +169,7 @@ def sentence(summary: Row) -> str:
     speeds = f"{summary['bytes_per_second'] / 1e9:,.0f} GB/s, {summary['flops_per_second'] / 1e12:.3g} TFLOP/s"
     parts = [f"{summary['median_seconds']['kernel'] * 1e3:.4g} ms, {speeds}"]
     parts += [f"{summary[side]:.3g}× as fast as {name}" for side, name in SIDES.items() if side in summary]
-    if aim := summary.get("aim"):
-        result = {True: "met", False: "missed", None: "for an H200"}[aim["met"]]
-        parts.append(f"{_QUANTITIES[aim['of']]} {aim['reached']} (goal {aim['least']:g}, {result})")
+    parts.append(f"{summary['of_roofline']:.0%} of the roofline")
     return "; ".join([*parts, *missing])
 
 

@@ -48,7 +48,7 @@ def _devices(recordings: Recordings) -> str:
         for file, row in files.items():
             ends["failed" in row].append(file.removesuffix(".json"))
         count = max(row.get("devices", 1) for row in files.values())
-        rows.append([f"{count} × {name}", newest["date"], *(", ".join(names) or NONE for names in ends.values())])
+        rows.append([f"{count} × {name}", newest["date"][:10], *(", ".join(names) or NONE for names in ends.values())])
     rows += [[name.upper(), NONE, NONE, NONE] for name in missing]
     return accuracy.markdown(["device", "last measured", "recordings", "failed"], rows)
 
@@ -65,13 +65,11 @@ def _steps(recordings: Recordings) -> str:
                 steps[f"zaya_jax, {recording['size']}"] = recording["results"]["ours"]
                 steps[recording["peer"]] = recording["results"]["peer"]
             for name, step in steps.items():
-                devices, versions = (
-                    recording.get("devices", 1),
-                    f"{recording['date']}, jax {recording['versions']['jax']}",
-                )
+                devices = recording.get("devices", 1)
+                versions = f"{recording['date'][:10]}, jax {accuracy.plain(recording['versions']['jax'])}"
                 speeds = [number(step["tokens_per_second"] / devices), number(step["tflops_per_second"])]
                 rest = [percent(step["mfu"]), number(step["peak_bytes"], 1e9), versions, f"`{FOLDER}/{folder}/{file}`"]
-                rows.append([name, f"{devices} × {device_name(files)}", *speeds, *rest])
+                rows.append([accuracy.plain(name), f"{devices} × {device_name(files)}", *speeds, *rest])
     heads = ["what", "card", "tokens/s per GPU", "TFLOP/s", "MFU", "peak memory (GB)", "date, versions", "log"]
     return accuracy.markdown(heads, rows)
 

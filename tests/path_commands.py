@@ -140,7 +140,7 @@ def use_data(commands: Commands, keys: list[str]) -> None:
 
 
 def end(commands: Commands, keys: list[str]) -> None:
-    """Supervisors' reports, the reports of a machine, and what removes checkpoints."""
+    """Supervisors' reports, a result of a machine, and what removes checkpoints."""
     run, at = commands.at("run"), commands.at
     write_node(Path(run), state="ended", exit_code=0, why="finished", ranks=[])
     for arguments in (["status"], ["report"], ["report", "--json"]):
@@ -148,7 +148,6 @@ def end(commands: Commands, keys: list[str]) -> None:
     Path(at("results")).mkdir()
     small = ["--size", "1M", "--threads", "1", "--repeats", "1"]
     commands(machine, "storage", *keys[1:], *small, "--output", f"{at('results')}/storage.json")
-    commands(machine, "report", at("results"), "--output", at("machine", ".html"))
     commands(checkpoint, "rollback", run, "5")
     commands(checkpoint, "prune", run, "--keep", "1")
     assert [path.name for path in Path(run, "checkpoints").iterdir() if path.name.isdecimal()] == ["5"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu_report.calibration import calibration, configurations
 from benchmarks.measured_pages import BLOCKS
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.lab.predict.step_time import span
 from zaya_jax.lab.result import table_lines, write_result
 from zaya_jax.ops.kernel_table import parse_table, sources_digest
@@ -55,7 +55,8 @@ def read_report(path: Path) -> Report:
         raise InputError(f"Nothing of {path} is used: it is damaged, without a device, kernels or parts.")
     problems = {name: problem for name, part in parts.items() if (problem := _problem(name, part, device))}
     used = {name: part for name, part in parts.items() if name not in problems}
-    return Report(device, kernels, used, [f"{name} is not used: {problem}" for name, problem in problems.items()])
+    sentences = [printable(f"{name} is not used: {problem}") for name, problem in problems.items()]
+    return Report(device, kernels, used, sentences)
 
 
 def figures_table(parts: Mapping[str, Mapping[str, Any]], before: Mapping[str, Any]) -> Table:
@@ -86,7 +87,7 @@ def _problem(name: str, part: Any, device: str) -> str:
             return f"it was measured on {other!r:.80}, not on {device}."
         if missing := [key for key in ("size", *ORIGIN) if key not in part]:
             return f"it has no {missing[0]}."
-        datetime.date.fromisoformat(part["date"])
+        datetime.datetime.fromisoformat(part["date"])
         table_lines(figures_table({name: part}, {}))
         for block in BLOCKS.values():
             block({device: {name: part}})

@@ -57,7 +57,7 @@ def make_parts(small: bool, devices: int, report: Path) -> dict[str, Part]:
         "step": Part(100, speed.measure_step, (small, "data")),
         "training": Part(170, measure_training, (small,)),
         "supervisor": Part(150, measure_supervisor, (small, 145)),
-        "state": Part(230, measure_state, (small, 220)),
+        "state": Part(205, measure_state, (small, 195)),
         "kernels": Part(105, speed.measure_kernels, (small,)),
         "tune": Part(270, speed.measure_tuning, (small, 240)),
         "step_tuned": Part(100, speed.measure_tuned_step, (small, report)),
@@ -126,7 +126,7 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
             else:
                 # The limits are those of a GPU; a CPU that others use, too, may take longer.
                 result = machine if name == "machine" else run_part(name, part, 60 * minutes if small else part.seconds)
-                date = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "part": name}
+                date = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "part": name}
                 recordings[name] = {**result, **date, **header}
                 write_report(report, device, recorded | recordings)
     print()

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import html
 import json
 import operator
 import os
@@ -255,6 +256,33 @@ def test_what_cannot_be_used_is_named_and_counted(adopted, clone):
     page = (clone / "docs/gpu.md").read_text(encoding="utf-8")
     assert "2100-01-01" not in page
     assert re.search(r"\| 2 × cpu \| 2100-01-02 \| .*\| context \|", page)
+
+
+def test_of_two_reports_of_a_day_the_later_one_is_kept(adopted):
+    for time, kept in (("10:00:00", True), ("09:59:59", False), ("10:00:01", True)):
+        report = copy.deepcopy(CPU)
+        for part in report["parts"].values():
+            part["date"] = f"2026-11-28T{time}Z"
+        differ, out = adopted(report)
+        assert ("benchmarks/gpu/cpu/step.json" in differ) == kept
+        assert ("step is not used: it is of 2026-11-28T09:59:59Z, but 2026-11-28T10:00:00Z is recorded." in out) != kept
+
+
+def test_texts_of_a_report_are_no_cells_tags_links_or_code(adopted, clone):
+    evil, report = "a|b <script>x</script> `c` [d](e) \\ \n<!-- end -->", on_mi300x()
+    step = report["parts"]["step"]
+    (ran,) = step["configurations"].values()
+    step["configurations"] = {evil: ran}
+    step["versions"]["jax"] = evil
+    report["parts"]["decode"] |= {"failed": "\x1b[31m"}
+    _, out = adopted(report)
+    assert "\x1b" not in out
+    shown = html.escape(" ".join(evil.split()))
+    for page in ("docs/accuracy.md", "docs/compare.md"):
+        text = MarkdownIt("commonmark").enable("table").render((clone / page).read_text(encoding="utf-8"))
+        assert re.search(f"<td>[^<]*{re.escape(shown)}</td>", text)
+        assert "<script" not in text
+    assert adopted(report)[0] == []
 
 
 PLACES = st.sampled_from(

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import kernels as bench
 from zaya_jax.errors import InputError
-from zaya_jax.lab.kernel_cases import SMALL, Aim, Case, cases
+from zaya_jax.lab.kernel_cases import SMALL, Case, cases
 from zaya_jax.lab.measure import timing
 from zaya_jax.lab.measure.timing import Passes
 from zaya_jax.ops.target import Target
@@ -15,8 +15,8 @@ from zaya_jax.ops.target import Target
 LIMITS = {"copy": 4e12, "dense": 800e12}
 
 
-def a_case(aim, *, flops=4e12, size=40e9):
-    return Case("attention", None, (), flops, size, aim)
+def a_case(flops=4e12, size=40e9):
+    return Case("attention", None, (), flops, size)
 
 
 def timed(*seconds, calls=10):
@@ -25,47 +25,30 @@ def timed(*seconds, calls=10):
 
 def test_the_speed_is_that_of_the_median_call():
     passes = {"kernel": timed(0.02, 0.05, 0.01), "reference": timed(0.06, 0.06, 0.07), "peer": timed(0.01, 0.01, 0.03)}
-    found = bench.row(a_case(None), passes, {}, LIMITS, "NVIDIA H200")
+    found = bench.row(a_case(), passes, {}, LIMITS)
     assert found["median_seconds"] == {"kernel": 0.02, "reference": 0.06, "peer": 0.01}
     assert (found["reference"], found["peer"]) == (3.0, 0.5)
     assert (found["bytes_per_second"], found["flops_per_second"]) == (2e12, 200e12)
     assert found["seconds"]["kernel"] == [0.02, 0.05, 0.01]
-    assert "aim" not in found
-
-
-@pytest.mark.parametrize(
-    ("of", "reached"), [("copy", 0.5), ("dense", 0.25), ("roofline", 0.5), ("tflops", 200), ("reference", 3.0)]
-)
-def test_an_aim_is_reached_or_not_on_the_device_that_it_is_for(of, reached):
-    passes = {"kernel": timed(0.02), "reference": timed(0.06)}
-    for least, device, met in ((reached, "NVIDIA H200", True), (1.01 * reached, "NVIDIA H200", False),
-                               (reached, "NVIDIA H100", None)):  # fmt: skip
-        found = bench.row(a_case(Aim(of, least)), passes, {}, LIMITS, device)["aim"]
-        assert found == {"of": of, "least": least, "reached": pytest.approx(reached), "met": met}
 
 
 def test_the_roofline_is_what_takes_longer():
-    bound_by_products = a_case(Aim("roofline", 0.5), flops=16e12, size=1e9)
-    assert bench.reach(bound_by_products, bound_by_products.aim, 0.04, {}, LIMITS) == pytest.approx(0.5)
+    for case, share in ((a_case(flops=16e12, size=1e9), 0.5), (a_case(flops=1e9, size=40e9), 0.25)):
+        assert bench.row(case, {"kernel": timed(0.04)}, {}, LIMITS)["of_roofline"] == pytest.approx(share)
 
 
 def test_a_side_that_is_missing_is_told():
-    found = bench.row(
-        a_case(Aim("reference", 1.5)), {"kernel": timed(0.02)}, {"reference": "It broke."}, LIMITS, "H200"
-    )
-    assert found["aim"]["reached"] is None
-    assert found["aim"]["met"] is False
+    found = bench.row(a_case(), {"kernel": timed(0.02)}, {"reference": "It broke."}, LIMITS)
     assert "no reference: It broke." in bench.sentence(found)
-    nothing = bench.row(a_case(None), {"peer": timed(0.02)}, {"kernel": "It broke."}, LIMITS, "H200")
+    nothing = bench.row(a_case(), {"peer": timed(0.02)}, {"kernel": "It broke."}, LIMITS)
     assert bench.sentence(nothing) == "no kernel: It broke."
 
 
 def test_a_row_is_a_sentence():
     passes = {"kernel": timed(0.02), "reference": timed(0.06), "peer": timed(0.03)}
-    found = bench.row(a_case(Aim("copy", 0.8)), passes, {}, LIMITS, "NVIDIA H200")
+    found = bench.row(a_case(), passes, {}, LIMITS)
     assert bench.sentence(found) == (
-        "20 ms, 2,000 GB/s, 200 TFLOP/s; 3× as fast as XLA; 1.5× as fast as PyTorch; "
-        "fraction of the copy bandwidth 0.5 (goal 0.8, missed)"
+        "20 ms, 2,000 GB/s, 200 TFLOP/s; 3× as fast as XLA; 1.5× as fast as PyTorch; 50% of the roofline"
     )
 
 
@@ -120,7 +103,6 @@ def test_without_a_gpu_all_cases_are_emulated_at_small_size(sides, tmp_path, cap
     norm = found["results"]["residual_norm"]
     assert norm["median_seconds"] == {"kernel": 1.0, "reference": 3.0}
     assert norm["missing"] == {"peer": "The peer needs PyTorch."}
-    assert norm["aim"]["met"] is None
     assert found["results"]["cca_mix"]["missing"] == {"peer": "PyTorch has no counterpart."}
     assert found["rooflines"] == pytest.approx({"copy": 2 * 2**24 / 1e-3, "dense": 2 * 512**3 / 1e-3}, rel=1e-3)
     assert "do not compare these times with a GPU" in capsys.readouterr().out
@@ -132,7 +114,6 @@ def test_on_a_gpu_they_have_the_8b_s_sizes(sides, monkeypatch):
     assert found["results"].keys() == {"residual_norm"}
     assert not found["emulated"]
     assert {(sizes, emulated) for _, sizes, _, _, emulated in sides} == {(bench.EIGHT_B, False)}
-    assert found["results"]["residual_norm"]["aim"]["met"] is False
 
 
 def test_a_process_that_ends_in_a_timed_pass_costs_one_case(sides, monkeypatch, capsys):

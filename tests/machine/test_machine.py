@@ -10,7 +10,6 @@ from benchmarks.__main__ import main as bench
 from zaya_jax.lab.measure import installation as module
 from zaya_jax.lab.measure.installation import describe_machine
 from zaya_jax.lab.result import describe_run, write_result
-from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.machine.__main__ import main
 
 
@@ -58,7 +57,7 @@ def test_a_result_says_how_and_where_it_was_measured(monkeypatch, tmp_path):
     ([bench, "step", "--whole", "--dtype", "float32"], "--dtype"),
     ([bench, "checkpoint", "--gib", "0"], "--gib is 0.0"),
     ([bench, "checkpoint", "--folder", "/no/such"], "--folder is '/no/such'"),
-    ([bench, "balance", "--steps", "3"], "--steps is 3"),
+    ([bench, "ablations", "--steps", "3"], "--steps is 3"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_or_written_is_told_before_measuring(capsys, command, match):
     run, *arguments = command
@@ -70,24 +69,9 @@ def test_what_cannot_be_measured_or_written_is_told_before_measuring(capsys, com
     assert match in err
 
 
-def test_seeds_of_a_line_are_drawn_as_their_mean_in_a_band(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    means, bands = [], []
-    plot, fill = Axes.plot, Axes.fill_between
-    monkeypatch.setattr(Axes, "plot", lambda self, *a, **k: means.append((k["label"], *a)) or plot(self, *a, **k))
-    monkeypatch.setattr(Axes, "fill_between", lambda self, *a, **k: bands.append(a) or fill(self, *a, **k))
-    lines = {f"{name} seed {seed}": ([1, 2], [3, seed]) for seed in (0, 1) for name in ("muon", "adamw")}
-    draw_lines(tmp_path / "a.png", {**lines, "alone": ([1, 2], [5, 6])}, title="Two seeds", x="step", y="loss",
-               marks={1: "here"})  # fmt: skip
-    assert means == [("muon", [1, 2], [3, 0.5]), ("adamw", [1, 2], [3, 0.5]), ("alone", [1, 2], [5, 6])]
-    assert bands == [([1, 2], [3, 0], [3, 1])] * 2
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-
-
 @pytest.mark.parametrize(("run", "verb"), [
     *((main, verb) for verb in ("describe", "context", "kernels")),
-    *((bench, verb) for verb in ("step", "data", "checkpoint", "kernels", "optimizer", "balance", "ablations")),
+    *((bench, verb) for verb in ("step", "data", "checkpoint", "kernels", "ablations")),
 ])  # fmt: skip
 def test_the_help_of_each_verb_ends_with_an_example(run, verb, capsys):
     with pytest.raises(SystemExit, match="0"):

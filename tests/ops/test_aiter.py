@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import seeds
-from tests.ops.document_attention import attend, attend_backward, check_packed
+from tests.ops.document_attention import attend, attend_backward, check_any_packed, check_packed
 from tests.ops.test_attention_kernel import documents
 from zaya_jax.ops import aiter
 from zaya_jax.ops.registry import select_kernels
@@ -102,6 +102,13 @@ def installed():
 @given(data=st.data(), seed=seeds(), how=st.sampled_from([("aiter", None), ("aiter", 17), ("aiter_forward", 1)]))
 def test_around_an_emulated_aiter_it_equals_the_reference(installed, data, seed, how):
     check_packed(*how, data.draw(documents(2, 48)), seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["aiter", "aiter_forward"])
+@given(data=st.data(), seed=seeds())
+def test_around_an_emulated_aiter_it_equals_the_reference_in_any_shape(installed, name, data, seed):
+    check_any_packed(name, data, seed)
 
 
 def test_it_is_a_candidate_where_jax_aiter_is_and_never_the_default(installed):

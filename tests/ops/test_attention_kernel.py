@@ -72,10 +72,18 @@ def exact(tree):
 
 
 def check(ours, theirs, tolerance):
+    """Returns the error, 1 for the largest that is allowed."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs)
     assert np.isfinite(ours).all()
-    error, norm = np.linalg.norm(ours - theirs), np.linalg.norm(theirs)
-    assert error <= tolerance * max(norm, np.sqrt(ours.size)), (error, norm)
+    error, bound = np.linalg.norm(ours - theirs), tolerance * max(np.linalg.norm(theirs), np.sqrt(ours.size))
+    assert error <= bound, (error, bound)
+    return error / bound
+
+
+def print_case(name, segments, *errors):
+    """A line for `pytest -s`, of which benchmarks/soak_attention.json counts the cases."""
+    empty = int((np.asarray(segments) == 0).all(1).sum())
+    print(f"\n{name}: {empty} of {len(segments)} rows empty, error {max(errors):.3f} of the bound")
 
 
 @functools.cache
@@ -102,12 +110,13 @@ def equals_the_reference(data, seed, case, segmented=True):
     chex.assert_type([out, *gradients], case.dtype)
     with jax.enable_x64(True):
         expected, expected_gradients = exact(differentiated(False, case.window, segmented)(*exact(arrays), *rest))
-    check(out, expected, TOLERANCE[case.dtype][0])
+    errors = [check(out, expected, TOLERANCE[case.dtype][0])]
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
-        check(ours, theirs, TOLERANCE[case.dtype][1])
+        errors.append(check(ours, theirs, TOLERANCE[case.dtype][1]))
     if segmented:
         assert not np.any(np.asarray(out)[query_segments == 0]), "padding attends to nothing"
         assert not np.any(np.asarray(gradients[1])[key_segments == 0])
+    print_case(f"pallas {case.dtype}", query_segments if segmented else np.ones_like(query_segments), *errors)
 
 
 @settings(max_examples=6)
@@ -117,7 +126,6 @@ def test_equals_the_reference(data, seed):
 
 
 @pytest.mark.soak
-@settings(max_examples=40)
 @given(data=st.data(), seed=seeds())
 def test_equals_the_reference_in_any_shape(data, seed):
     k, groups = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 2, 3, 4]))

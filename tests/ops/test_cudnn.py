@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pallas_kernels.attention_tiles import AttentionInputs
 from tests.helpers import seeds
 from tests.kernel_helpers import kernel, lower, shape, traced_kernels
-from tests.ops.document_attention import attend, attend_backward, check_packed, differentiated
+from tests.ops.document_attention import attend, attend_backward, check_any_packed, check_packed, differentiated
 from tests.ops.test_attention_kernel import BF16, documents
 from zaya_jax.ops.kernel_table import parse_table, sources_digest
 from zaya_jax.ops.packing import pack
@@ -201,6 +201,13 @@ def emulated():
 @given(data=st.data(), seed=seeds(), how=st.sampled_from([("cudnn", None), ("cudnn", 17), ("cudnn_forward", None)]))
 def test_around_an_emulated_cudnn_it_equals_the_reference(emulated, data, seed, how):
     check_packed(*how, data.draw(documents(2, 48)), seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["cudnn", "cudnn_forward"])
+@given(data=st.data(), seed=seeds())
+def test_around_an_emulated_cudnn_it_equals_the_reference_in_any_shape(emulated, name, data, seed):
+    check_any_packed(name, data, seed)
 
 
 def test_calls_that_cudnn_does_not_take_run_the_pallas_kernels():

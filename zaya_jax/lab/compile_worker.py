@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m zaya_jax.lab.compile_worker step|proof|cases|products GPU … FOLDER`."""
+"""The process that compiles: `python -m zaya_jax.lab.compile_worker step|proof|cases GPU … FOLDER`."""
 
 import dataclasses
 import json
@@ -15,8 +15,6 @@ from zaya_jax.config import Config, load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.prepare.workers import end_with_parent
 from zaya_jax.lab.kernel_cases import EIGHT_B, passes
-from zaya_jax.lab.measure.gemm import Request as GemmRequest
-from zaya_jax.lab.measure.gemm import make_problems, program_name
 from zaya_jax.lab.predict.compilers.compiled import FACTS, STEP, program_memory
 from zaya_jax.lab.predict.compilers.gpus import GPUS
 from zaya_jax.lab.predict.compilers.kernels import Request, requested
@@ -73,21 +71,12 @@ def compile_cases(gpu: str, request: str, folder: str) -> None:
         compile_program(name, function, arguments, gpu, Path(folder), donated)
 
 
-def compile_products(gpu: str, request: str, path: str, folder: str) -> None:
-    """Compile the products of a `gemm.sweep.Request`, given as JSON, and write them into `folder`."""
-    config, wanted = load_config(path), GemmRequest(**json.loads(request))
-    kernels, _ = select_kernels(GPUS[gpu].target, config.model, wanted.dtype, None, config.ops).without_libraries()
-    for index, problem in enumerate(make_problems(config, wanted, kernels)):
-        compile_program(program_name(index), problem.run, (*problem.arrays, *problem.integers), gpu, Path(folder))
-
-
 def main(what: str, target: str, *arguments: str) -> None:
     """Compile; this process ends with the one that started it."""
     end_with_parent(os.getppid())
     if target in GPUS:
         load_compiler(target)
-    run = {"step": compile_step, "proof": prove_step, "cases": compile_cases, "products": compile_products}
-    run[what](target, *arguments)
+    {"step": compile_step, "proof": prove_step, "cases": compile_cases}[what](target, *arguments)
 
 
 if __name__ == "__main__":

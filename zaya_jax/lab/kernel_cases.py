@@ -1,11 +1,11 @@
-"""The cases that kernels are measured on: arrays, FLOPs, bytes and goal of each operation, forward and backward."""
+"""The cases that kernels are measured on: arrays, FLOPs and bytes of each operation, forward and backward."""
 
 import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,15 +59,6 @@ EIGHT_B = Sizes(16384, 8192, 4096, 2048, 8, 2, 128, 256, 16, 1024, 2048, (16, 20
 SMALL = Sizes(24, 24, 12, 32, 4, 2, 16, 32, 3, 8, 32, (2, 24, 40), (2, 40))
 
 
-class Aim(NamedTuple):
-    """The goal of a case on an H200."""
-
-    # fraction of the measured 'copy' bandwidth, of the FLOP/s of 'dense' bf16 products, or of the 'roofline' of both;
-    # 'tflops', TFLOP/s; or speed relative to the 'reference'
-    of: Literal["copy", "dense", "roofline", "tflops", "reference"]
-    least: float  # minimum value of that quantity
-
-
 class Case(NamedTuple):
     """An operation at one size, in one direction."""
 
@@ -76,7 +67,6 @@ class Case(NamedTuple):
     floats: tuple[jax.ShapeDtypeStruct, ...]  # the floating-point arguments
     flops: float  # FLOPs of the operation's definition, with causality but without recomputation or savings by symmetry
     bytes: int  # minimum bytes moved: each input is read once, each output written once
-    aim: Aim | None = None  # goal; None if there is none
     integers: tuple[np.ndarray, ...] = ()  # the integer arguments, and further arrays that have no gradient
     backward: bool = False  # whether the gradient is measured: cotangents of the outputs → cotangents of the floats
     further: tuple[str, ...] = ()  # other operations that are part of the case
@@ -157,7 +147,7 @@ def _residual_norm(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
         joined = recomputed(kernels.ops.residual_norm, static=(4, 5))
         return joined(output, stream, MergeVectors(*vectors[:4]), vectors[4], 1e-5, dtype)
 
-    case = Case("residual_norm", run, floats, 12.0 * t * d, _size(*floats, out, stream), Aim("copy", 0.8))
+    case = Case("residual_norm", run, floats, 12.0 * t * d, _size(*floats, out, stream))
     return _both("residual_norm", case, flops=30.0 * t * d, bytes=2 * _size(*floats) + _size(out, stream))
 
 
@@ -176,7 +166,7 @@ def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
     flops = 2.0 * b * s * n * c * c * TAPS
     moved = _size(*floats, *integers, *(_array(b, s, heads, c, dtype=dtype) for heads in (h, k, k)))
-    case = Case("cca_mix", run, floats, flops, moved, Aim("roofline", 0.5), integers)
+    case = Case("cca_mix", run, floats, flops, moved, integers)
     case = case._replace(further_integers={"packed documents": packed})
     return _both("cca_mix", case, flops=2 * flops, bytes=moved + _size(*floats))
 
@@ -197,7 +187,7 @@ def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
     q, kv = _array(b, s, h, c, dtype=dtype), _array(b, s, k, c, dtype=dtype)
     flops, floats, sums = 4.0 * b * h * c * s * (s + 1) / 2, (q, kv, kv), _array(b, s, h)
-    case = Case("attention", run, floats, flops, _size(q, *floats, *integers), Aim("tflops", 400), integers)
+    case = Case("attention", run, floats, flops, _size(q, *floats, *integers), integers)
     case = case._replace(further_integers={"packed documents": packed})
     moved = _size(*floats, *floats, q, q, sums, *integers)
     one, cache = _array(rows, 1, h, c, dtype=dtype), _array(rows, keys, k, c, dtype=dtype)
@@ -205,7 +195,7 @@ def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     integers = (*documents, np.full(rows, keys - 1, np.int32))  # lengths can differ between rows
     moved_once = _size(one, *floats, *integers)
     decoded = Case("attention", decode, floats, 4.0 * rows * h * c * keys, moved_once, integers=integers)
-    both = _both("attention", case, flops=2.5 * flops, bytes=moved, aim=Aim("tflops", 300))
+    both = _both("attention", case, flops=2.5 * flops, bytes=moved)
     return {**both, "attention of a decode": decoded}
 
 
@@ -219,7 +209,7 @@ def _router(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
     floats, flops = (rows, rows, *weights), 2.0 * t * r * (2 * r + classes)
     moved = _size(*floats, _array(1, t, classes), rows)
-    case = Case("router", run, floats, flops, moved, Aim("roofline", 0.5))
+    case = Case("router", run, floats, flops, moved)
     return _both("router", case, flops=2 * flops, bytes=moved + _size(*floats))
 
 
@@ -232,7 +222,7 @@ def _grouped(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
     floats, flops = (_array(t, d, dtype=dtype), _array(e, d, q, dtype=dtype)), 2.0 * t * d * q
     moved = _size(*floats, *integers, _array(t, q, dtype=dtype))
-    case = Case("grouped_product", run, floats, flops, moved, Aim("dense", 0.7), integers, further=PRODUCTS[1:])
+    case = Case("grouped_product", run, floats, flops, moved, integers, further=PRODUCTS[1:])
     return _both("grouped_matmul", case, flops=2 * flops, bytes=moved + _size(*floats))
 
 
@@ -294,7 +284,7 @@ def _gram_polynomial(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
     floats, m, flops = (_array(n, p, q, dtype=dtype), _array(2)), _array(n, p, q), 2.0 * n * p * p * (q + p)
     moved = _size(*floats, _array(n, p, p, dtype=dtype))
-    case = Case("gram_polynomial", polynomial, floats, flops, moved, Aim("reference", 1.5))
+    case = Case("gram_polynomial", polynomial, floats, flops, moved)
     step, flops = functools.partial(_muon_step, dtype), STEPS * (flops + 2.0 * n * p * p * q)
     muon = Case("gram_polynomial", step, (m, m, m), flops, _size(m, m, m, m, m), held=2)
     return {"gram_polynomial": case, "muon": muon}

@@ -17,29 +17,12 @@ def draw_lines(
     title: str,
     x: str,
     y: str,
-    marks: Mapping[float, str] | None = None,
     logarithmic: str = "",
 ) -> None:
-    """Plot lines, each (xs, ys) by name, to a PNG file.
-
-    Lines whose names differ only in ' seed N' have the same xs, and become their mean, in a band from minimum to
-    maximum. `marks` are texts of vertical lines by x; `logarithmic` names axes with such a scale, such as 'xy'.
-    """
-    groups: dict[str, list[Sequence[Sequence[float]]]] = {}
-    for name, line in lines.items():
-        groups.setdefault(name.partition(" seed ")[0], []).append(line)
+    """Plot lines, each (xs, ys) by name, to a PNG file; `logarithmic` names axes with such a scale, such as 'xy'."""
     with panels(path, title) as (panel,):
-        for index, (name, seeds) in enumerate(groups.items()):
-            xs, color = seeds[0][0], f"C{index}"
-            at = list(zip(*(ys for _, ys in seeds), strict=True))
-            means, marker = [statistics.mean(values) for values in at], "o" if len(xs) == 1 else None
-            panel.plot(xs, means, color=color, label=name, marker=marker)
-            if len(seeds) > 1:
-                panel.fill_between(xs, list(map(min, at)), list(map(max, at)), color=color, alpha=FAINT, linewidth=0)
-        for position, text in (marks or {}).items():
-            panel.axvline(position, color="grey", linewidth=0.8, linestyle="dotted")
-            style = {"verticalalignment": "top", "fontsize": "small", "color": "grey"}
-            panel.annotate(f" {text}", (position, 1), xycoords=("data", "axes fraction"), **style)
+        for name, (xs, ys) in lines.items():
+            panel.plot(xs, ys, label=name, marker="o" if len(xs) == 1 else None)
         panel.set(xlabel=x, ylabel=y, **{f"{axis}scale": "log" for axis in logarithmic})
         if "x" not in logarithmic:
             integer_steps(panel)
@@ -57,14 +40,9 @@ def draw_spread(path: Path, rows: Mapping[str, Sequence[float]], *, title: str, 
         panel.invert_yaxis()
 
 
-def draw(verb: str, path: Path, result: Result) -> str:
-    """Plot a result to a PNG file, if its verb has a plot; returns what the plot shows."""
-    if verb not in _PLOTS:
-        return ""
-    plot, shows = _PLOTS[verb]
-    plot(path, result)
-    longest = max((row.get("length", 0) for row in result.get("results", ())), default=0)
-    return shows.format(what=result.get("what"), longest=longest)
+def draw(verb: str, path: Path, result: Result) -> None:
+    """Plot the result of a verb with `--png` to a PNG file."""
+    _PLOTS[verb](path, result)
 
 
 def _lines(rows: Sequence[Result], name: Callable[[Result], str], *values: Callable[[Result], float]) -> dict[str, Any]:
@@ -181,12 +159,5 @@ def _speeds(row: Result) -> tuple[float, float]:
     return row["tokens_per_second"] / 1e3, 1e3 * row["seconds_per_token"]
 
 
-# The function that plots a result, and what its plot shows, for readers who do not see it.
-_PLOTS: dict[str, tuple[Callable[[Path, Result], None], str]] = {
-    "memory": (_memory, "Bandwidth of each operation against the size of an array."),
-    "gemm": (_gemm, "Speed of squares against their size, and the share of the fastest one that other products reach."),
-    "collectives": (_collectives, "Bus bandwidth and median time of each collective against the size."),
-    "step": (_step, "Time of a {what} by part, as a stacked bar."),
-    "context": (_context, "Memory per device of attention over {longest:,} tokens against the number of devices."),
-    "sizing": (_sizing, "Training throughput against decode latency."),
-}
+_MAKERS = (_memory, _gemm, _collectives, _step, _context, _sizing)
+_PLOTS: dict[str, Callable[[Path, Result], None]] = {make.__name__.removeprefix("_"): make for make in _MAKERS}

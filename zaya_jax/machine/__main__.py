@@ -4,16 +4,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from zaya_jax.config.checks import counted, require
-from zaya_jax.errors import InputError, printable
+from zaya_jax.config.checks import counted
+from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.lab.measure.commands import VERBS
 from zaya_jax.lab.predict.sizing import sizing_command
-from zaya_jax.lab.result import check_request
 from zaya_jax.lab.verbs import add_flags, add_verb, run_verb
 from zaya_jax.run.command_output import prepare_streams
 from zaya_jax.run.parser import Parser
@@ -30,7 +28,7 @@ def _parser() -> Parser:
     parser = Parser(prog=_PROGRAM, description="Describe, test and time this machine's devices.")
     verbs: Any = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add_verb(verbs, _PROGRAM, _describe)
-    for add in (*VERBS, sizing_command.add, _add_report, _add_kernels):
+    for add in (*VERBS, sizing_command.add, _add_kernels):
         add(verbs, _PROGRAM)
     examples = (verb.epilog.removeprefix("example: ") for verb in verbs.choices.values())
     parser.epilog = "\n  ".join(["examples:", *examples])
@@ -52,35 +50,6 @@ def _describe(_: argparse.Namespace) -> dict[str, Any]:
         devices = counted(machine["devices"], f"{machine['device']} device")
         print(f"OK: JAX uses {devices} with the preset {machine['preset']}.", file=sys.stderr)
     return machine
-
-
-def _add_report(verbs: Any, program: str) -> None:
-    verb = add_verb(verbs, program, _report)
-    verb.add_argument("folder", metavar="FOLDER", help="folder with results as JSON")
-    # `--output` of other verbs is a JSON file, which `run_verb` writes.
-    verb.add_argument("--output", dest="page", metavar="FILE", help="HTML file (default: FOLDER/report.html)")
-
-
-def _report(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Write the results in a folder as one HTML page.
-
-    The page has the tables and plots of all results that the other verbs wrote with --output, and needs no network.
-
-    report results --output machine.html
-    """
-    folder = Path(parsed.folder)
-    require(folder.is_dir(), "FOLDER", parsed.folder, f"a folder with results of {_PROGRAM}")
-    page = folder / "report.html" if parsed.page is None else Path(parsed.page)
-    check_request(1, {"--output": str(page)})
-    if page.suffix != ".html":
-        raise InputError(f"--output is {parsed.page!r}, but must end in .html.")
-    from zaya_jax.lab.report.page import write_page
-
-    results, ignored = write_page(folder, page)
-    if ignored:
-        print(f"Ignored, since the report has no section for them: {', '.join(ignored)}.")
-    print(printable(f"The report is in {page}. Results: {', '.join(results)}."))
-    return {}
 
 
 def _add_kernels(verbs: Any, program: str) -> None:

@@ -52,11 +52,6 @@ def format_table(rows: Iterable[Sequence[str]], right: Sequence[bool] | None = N
     return list(map(str.rstrip, lines))
 
 
-def make_pairs(title: str, pairs: Mapping[str, str]) -> Table:
-    """Make a table of names and values."""
-    return Table(title, ["", "value"], [[name, value] for name, value in pairs.items()])
-
-
 def quantity(*keys: str, unit: float) -> Cell:
     """Return a cell that formats the value at nested `keys` in multiples of `unit`; '–' if there is none."""
 

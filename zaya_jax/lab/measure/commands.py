@@ -1,7 +1,6 @@
 """The verbs of `python -m zaya_jax.machine` that measure this machine: flags, and what is checked before jax starts."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import ParallelConfig, load_config
@@ -48,7 +47,6 @@ def _add_collectives(verbs: Any, program: str) -> None:
     flag("--config", nargs="+", default=(), metavar=("CONFIG", "section.key=value"), help=text)
     text = "dispatch: time calls of one operation; graph: operations within one program, without the time to start each"
     flag("--mode", choices=("dispatch", "graph"), default="dispatch", help=f"{text} (default: dispatch)")
-    flag("--jsonl", metavar="FILE", help="append each row, with versions and hardware, to FILE as a line of JSON")
     add_job(verb)
     add_flags(verb, repeats=20, png="bus bandwidth and latency against the size")
 
@@ -88,7 +86,7 @@ def _collectives(parsed: argparse.Namespace) -> dict[str, Any]:
 
         operations, dtypes, devices, axes = map(tuple, (parsed.operations, parsed.dtypes, parsed.devices, parsed.axis))
         sweep = Sweep(operations, dtypes, tuple(sizes), devices, layout, axes, parsed.mode, parsed.repeats)
-        return measure_collectives(sweep, config, Path(parsed.jsonl) if parsed.jsonl else None)
+        return measure_collectives(sweep, config)
 
     return run_in_job(parsed, preset, work)
 
@@ -100,8 +98,6 @@ def _add_memory(verbs: Any, program: str) -> None:
     default = "configs/zaya1_8b.yaml"
     text = f"configuration whose widths the model's operations have (default: {default})"
     verb.add_argument("--config", default=default, metavar="FILE", help=text)
-    text = "also measure the triad in C with OpenMP, compiled by cc (CPU only)"
-    verb.add_argument("--stream", action="store_true", help=text)
     add_flags(verb, repeats=20, png="bandwidth against the size of an array")
 
 
@@ -110,19 +106,15 @@ def _memory(parsed: argparse.Namespace) -> dict[str, Any]:
 
     Runs BabelStream's copy, mul, add, triad and dot on the first device, then the model's memory-bound operations.
 
-    memory --sizes 1M 16M 256M --stream
+    memory --sizes 1M 16M 256M
     """
     sizes = {parse_bytes("--sizes", text): text for text in parsed.sizes}
     if min(sizes) < _SMALLEST_ARRAY:
         raise InputError(f"--sizes is {sizes[min(sizes)]}, but must be at least {_SMALLEST_ARRAY}.")
     model = load_config(parsed.config).model
-    import jax
-
-    if parsed.stream and jax.default_backend() != "cpu":
-        raise InputError(f"--stream is only for CPUs, but JAX uses {jax.default_backend()}. Remove it.")
     from zaya_jax.lab.measure.memory import measure_memory
 
-    return measure_memory(sorted(sizes), model, parsed.repeats, stream=parsed.stream)
+    return measure_memory(sorted(sizes), model, parsed.repeats)
 
 
 def _add_storage(verbs: Any, program: str) -> None:
@@ -164,11 +156,8 @@ def _add_gemm(verbs: Any, program: str) -> None:
     flag("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N", help=text)
     whole = "those of the first phase, or of its whole step if micro_batch is null"
     flag("--tokens", type=int, metavar="N", help=f"tokens of a micro-batch on one device (default: {whole})")
-    flag("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
     text = "bytes that are overwritten before a cold call, at least the size of the last-level cache (default: 512M)"
     flag("--flush", default="512M", metavar="SIZE", help=text)
-    text = f"compile the products for {', '.join(HARDWARE)}, which need not be here, and predict their speeds"
-    flag("--compile-for", metavar="GPU", help=text)
     add_flags(verb, repeats=5, png="the speeds")
 
 
@@ -178,7 +167,7 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
     Prints the speed of each product with its operands in the caches and without, and its share of the fastest square's
     speed.
 
-    gemm configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png
+    gemm configs/zaya1_8b.yaml --png gemm.png
     """
     first, last, step = parsed.squares
     if not (1 <= first <= last and step >= 1):
@@ -192,16 +181,11 @@ def _gemm(parsed: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"train.compute_dtype is {dtype}, but products are measured in {known}: set --dtype.")
     shards = config.parallel_for(config.phases[0]).context
     tokens = parsed.tokens or micro_batch(config, stage, 1) * stage.context // shards
-    if parsed.compile_for is not None and parsed.png is not None:
-        raise InputError("--png plots measured speeds: leave it out with --compile-for.")
-    from zaya_jax.lab.measure.gemm import Request, compile_gemm, measure_gemm
+    from zaya_jax.lab.measure.gemm import Request, measure_gemm
 
     squares = list(range(first, last + 1, step))
-    sizes = (squares, parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)
-    request = Request(parsed.families, dtype, *sizes)
-    if parsed.compile_for is None:
-        return measure_gemm(config, request)
-    return compile_gemm(config, request, parsed.compile_for)
+    sizes = (squares, parsed.lengths, tokens, flush, parsed.repeats)
+    return measure_gemm(config, Request(parsed.families, dtype, *sizes))
 
 
 def _add_step(verbs: Any, program: str) -> None:

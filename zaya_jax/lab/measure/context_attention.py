@@ -15,8 +15,8 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.lab.measure.timing import Passes, interleave_subprocesses
 from zaya_jax.lab.predict.compilers.compiled import peak_bytes, program_memory
-from zaya_jax.lab.report.tables import CONTEXT, TABLES
 from zaya_jax.lab.result import describe_run, print_tables, rounded
+from zaya_jax.lab.result_tables import CONTEXT, TABLES
 from zaya_jax.lab.subprocesses import restored_environment
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.selfcheck import EXAMPLE

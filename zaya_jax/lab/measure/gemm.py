@@ -1,12 +1,9 @@
-"""Measure matrix products, or compile them for a GPU that need not be here; print a table for each family."""
+"""Measure matrix products; print a table for each family."""
 
 import functools
 import itertools
-import json
-import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,18 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import Config, ModelConfig, MuonConfig
-from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import PRODUCTS, drawn
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.predict.calibration import get_device
-from zaya_jax.lab.predict.compilers.compiled import run_worker
-from zaya_jax.lab.predict.compilers.gpus import GPUS
-from zaya_jax.lab.predict.compilers.hlo import parse
-from zaya_jax.lab.predict.compilers.predict import launches, predict
-from zaya_jax.lab.predict.compilers.toolchain import find_toolchain, program_files, silence_plugins
 from zaya_jax.lab.predict.sizing.rules import Product, products
-from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
+from zaya_jax.lab.result_tables import TABLES
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.loss import chunk_tokens
@@ -34,10 +24,7 @@ from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
-from zaya_jax.run.folder import METRICS
-from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.progress import track
-from zaya_jax.run.table import make_table, quantity
 
 OFFSETS = (-128, -64, -32, -16, 0, 16, 32, 64, 128)  # from the hidden size
 _STRIDE_ROWS = 4096
@@ -68,7 +55,6 @@ class Request(NamedTuple):
     squares: Sequence[int]  # sizes of the square matrices
     lengths: Sequence[int]  # tokens of a row of attention
     tokens: int  # of a micro-batch on one device
-    routing: str | None  # folder of a run whose expert counts to use besides even ones; None for none
     flush: int  # bytes that are overwritten before a cold call
     repeats: int  # number of timed calls
 
@@ -96,17 +82,13 @@ def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
 
 
 def make_problems(config: Config, request: Request, kernels: KernelSelection) -> list[Problem]:
-    """Make all problems of a request, squares first; raises like `measure_gemm`."""
+    """Make all problems of a request, squares first."""
     model, dtype, tokens = config.model, request.dtype, request.tokens
-    routed = tokens * rows_per_token(model)
-    histograms = {"even": scale_counts(np.ones(model.num_experts), routed)}
-    if request.routing is not None:
-        histograms |= read_histograms(request.routing, model.num_experts, routed)
     made = {
         "square": lambda: squares(request.squares, dtype),
         "stride": lambda: strides(model, tokens, dtype),
         "model": lambda: model_products(model, tokens, dtype),
-        "experts": lambda: expert_products(model, histograms, kernels, dtype),
+        "experts": lambda: expert_products(model, tokens, kernels, dtype),
         "newton_schulz": lambda: newton_schulz(model, config.optimizer.muon, kernels),
         "attention": lambda: attention(model, request.lengths, tokens, kernels, dtype),
     }
@@ -127,35 +109,6 @@ def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> dict[str, 
         seconds["cold"] += time_calls(one_call, 1, 0, lambda: overwrite(flush).block_until_ready()).seconds
         seconds["warm"] += time_calls(one_call, 1, 0).seconds
     return {name: statistics.median(each) for name, each in seconds.items()}
-
-
-def program_name(index: int) -> str:
-    """Name the compiled program of a problem."""
-    return f"product_{index}"
-
-
-def compile_gemm(config: Config, request: Request, gpu: str) -> dict[str, Any]:
-    """Compile a request's problems for `gpu`, and print launches and predicted speeds; raises like `run_worker`."""
-    find_toolchain(gpu)
-    silence_plugins()
-    device = get_device(gpu, 1)
-    kernels, _ = select_kernels(GPUS[gpu].target, config.model, request.dtype, None, config.ops).without_libraries()
-    plugin = "jax-cuda12-plugin" if GPUS[gpu].platform == "cuda" else "jax-rocm7-pjrt"
-    size = f"{request.dtype}, a micro-batch of {request.tokens:,} tokens, {gpu}"
-    result = describe_run("compiled matrix products", size, "", (plugin,)) | {"results": []}
-    words, failure = json.dumps(request._asdict()), f"The products cannot be compiled for {gpu}"
-    with run_worker("products", gpu, (words,), failure, config) as folder:
-        for index, problem in enumerate(make_problems(config, request, kernels)):
-            entry = parse(program_files(folder, program_name(index))[0].read_text(encoding="utf-8"))
-            time = predict(entry, device)
-            ends = {"predicted_flops_per_second": problem.flops / time.seconds, "slowest": problem.flops / time.most}
-            result["results"].append(problem.row | {"launches": launches(entry)} | ends)
-    columns = {"product": "name", "GFLOP": quantity("flops", unit=1e9), "launches": "launches"}
-    columns |= {"predicted TFLOP/s": quantity("predicted_flops_per_second", unit=1e12)}
-    columns |= {"at least": quantity("slowest", unit=1e12)}
-    families = itertools.groupby(result["results"], operator.itemgetter("family"))
-    print_tables(make_table(family, list(rows), columns) for family, rows in families)
-    return result
 
 
 def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:
@@ -215,22 +168,19 @@ def _arrays(dtype: str, *shapes: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct,
     return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
 
 
-def expert_products(
-    model: ModelConfig, histograms: Mapping[str, np.ndarray], kernels: KernelSelection, dtype: str
-) -> list[Problem]:
-    """Return the grouped products of a layer's experts, both passes; `histograms` have tokens by expert, int32 [e]."""
+def expert_products(model: ModelConfig, tokens: int, kernels: KernelSelection, dtype: str) -> list[Problem]:
+    """Return the grouped products of a layer's experts, both passes, with the tokens spread evenly over them."""
     d, f, e = model.hidden_size, model.expert_size, model.num_experts
     run = functools.partial(grouped_matmul, **{part: kernels.implementation(part) for part in PRODUCTS})
-    both, problems = functools.partial(_gradient, run), []
+    both, problems, t = functools.partial(_gradient, run), [], tokens * rows_per_token(model)
+    sizes_e = np.diff(np.arange(e + 1) * t // e).astype(np.int32)
     for layer, p, q in (("gate and up", d, 2 * f), ("down", f, d)):
-        for name, sizes_e in histograms.items():
-            t = int(sizes_e.sum())
-            x, w, y = _arrays(dtype, (t, p), (e, p, q), (t, q))
-            sizes, flops, title = {"rows": t // e, "columns": q, "depth": p}, 2.0 * t * p * q, f"{layer}, {name}"
-            problems += [
-                Problem("experts", f"{title}, forward", sizes, run, (x, w), (sizes_e,), flops),
-                Problem("experts", f"{title}, gradients", sizes, both, (x, w, y), (sizes_e,), 2 * flops),
-            ]
+        x, w, y = _arrays(dtype, (t, p), (e, p, q), (t, q))
+        sizes, flops = {"rows": t // e, "columns": q, "depth": p}, 2.0 * t * p * q
+        problems += [
+            Problem("experts", f"{layer}, even, forward", sizes, run, (x, w), (sizes_e,), flops),
+            Problem("experts", f"{layer}, even, gradients", sizes, both, (x, w, y), (sizes_e,), 2 * flops),
+        ]
     return problems
 
 
@@ -274,32 +224,3 @@ def attention(
 
 def _attend(run: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
     return run(q, k, v, query_segments_bs=segments, key_segments_bt=segments)
-
-
-def scale_counts(counts_e: np.ndarray, tokens: int) -> np.ndarray:
-    """Scale counts to a sum of `tokens`, by largest remainders; int32 [e]."""
-    exact = counts_e / counts_e.sum() * tokens
-    sizes = np.floor(exact).astype(np.int32)
-    sizes[np.argsort(sizes - exact, kind="stable")[: tokens - int(sizes.sum())]] += 1
-    return sizes
-
-
-def read_histograms(run: str, experts: int, tokens: int) -> dict[str, np.ndarray]:
-    """Return the loads, of `tokens` without skipped ones, of a run's most even and most uneven layer at its last step.
-
-    InputError if the folder has no counts, or those of another number than `experts`.
-    """
-    rows = [row for row in read_rows(Path(run) / METRICS) if row.get("expert_counts")]
-    if not rows:
-        raise InputError(f"--routing is {run!r}, but must be the folder of a run with expert_counts in {METRICS}.")
-    step, classes_lc = rows[-1]["step"], np.array(rows[-1]["expert_counts"], np.float64)  # the last class is skip
-    routed_l, counts_le = classes_lc[:, :-1].sum(1) / np.maximum(classes_lc.sum(1), 1), classes_lc[:, :-1]
-    if counts_le.shape[1] != experts:
-        raise InputError(f"--routing {run} has {counts_le.shape[1]} experts, but the configuration has {experts}.")
-    used = [int(layer) for layer in np.flatnonzero(routed_l)]
-    spread = {layer: counts_le[layer].max() / counts_le[layer].mean() for layer in used}
-    chosen = {min(used, key=spread.__getitem__), max(used, key=spread.__getitem__)} if used else set()
-    return {
-        f"layer {layer} at step {step}": scale_counts(counts_le[layer], round(tokens * routed_l[layer]))
-        for layer in sorted(chosen)
-    }

@@ -2,8 +2,8 @@
 
 from typing import Literal, NamedTuple
 
-from zaya_jax.lab.report.tables import UNITS
 from zaya_jax.lab.result import print_once
+from zaya_jax.lab.result_tables import UNITS
 
 
 class Check(NamedTuple):

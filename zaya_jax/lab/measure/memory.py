@@ -1,17 +1,12 @@
-"""Measure the memory bandwidth of a device, the share that the model's memory-bound operations reach, and the peer's.
+"""Measure the memory bandwidth of a device, and the share of it that the model's memory-bound operations reach.
 
 The five operations are those of BabelStream (github.com/UoB-HPC/BabelStream): an operation's rate is that of its
 shortest call, and the first call is left out. `copy` writes −a, since XLA would return a plain copy's input as its
-output. The peer on a CPU is the triad in C with OpenMP.
+output.
 """
 
-import os
-import shutil
 import statistics
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,11 +15,10 @@ import numpy as np
 import psutil
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.errors import InputError
 from zaya_jax.lab.kernel_cases import Case, Sizes, cases, program
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
+from zaya_jax.lab.result_tables import TABLES
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
 
@@ -32,7 +26,7 @@ SCALAR = 3.0
 ITEM = 4  # bytes of fp32
 MEMORY_BOUND = ("residual_norm", "residual_norm backward")
 _FILL = (1.0, 2.0)  # of a and b
-_ROUNDS = 4  # in which the operations and the peer are measured, in turn
+_ROUNDS = 4  # in which the operations are measured, in turn
 
 
 class Kernel(NamedTuple):
@@ -52,34 +46,26 @@ KERNELS = {
 }
 
 
-def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int, *, stream: bool) -> dict[str, Any]:
+def measure_memory(sizes: Sequence[int], model: ModelConfig, repeats: int) -> dict[str, Any]:
     """Measure the first device of this process, print tables, and return the result, for JSON.
 
     Arrays have `sizes` bytes; the largest should be at least four times the last-level cache. The model gives the
-    widths of its `operations`. With `stream`, the triad in C is measured in the same rounds as ours at the largest
-    size; InputError without a C compiler.
+    widths of its `operations`.
     """
     arrays = f"arrays of {', '.join(f'{size:,}' for size in sizes)} bytes, float32"
-    result = describe_run("memory bandwidth", arrays, "the triad in C with OpenMP" if stream else "", ())
+    result = describe_run("memory bandwidth", arrays, "", ())
     device, largest = jax.devices()[0], max(sizes)
     limit = (device.memory_stats() or {}).get("bytes_limit", psutil.virtual_memory().total)
     result["hardware"] |= {"device": device.device_kind, "memory_bytes": limit}
-    result["results"], c_seconds, calls = [], [], -(-repeats // _ROUNDS)
-    with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
-        peer, compiler = compile_stream(Path(folder)) if stream else (None, "")
-        for size in sizes:
-            timed: dict[str, list[float]] = {name: [] for name in KERNELS}
-            for _ in range(_ROUNDS):
-                for name in KERNELS:
-                    timed[name] += time_kernel(name, size, calls)
-                if peer is not None and size == largest:
-                    c_seconds += time_stream(peer, size // ITEM, calls)
-            result["results"] += summarize(size, timed)
+    result["results"], calls = [], -(-repeats // _ROUNDS)
+    for size in sizes:
+        timed: dict[str, list[float]] = {name: [] for name in KERNELS}
+        for _ in range(_ROUNDS):
+            for name in KERNELS:
+                timed[name] += time_kernel(name, size, calls)
+        result["results"] += summarize(size, timed)
     speeds = {(row["operation"], row["bytes"]): row["bytes_per_second"] for row in result["results"]}
     triad = speeds["triad", largest]
-    if stream:
-        theirs = 3 * largest / min(c_seconds)
-        result["stream"] = {"compiler": compiler, "bytes_per_second": theirs, "ratio": triad / theirs}
     widths = _widths(model, largest)
     kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
     result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]
@@ -136,53 +122,3 @@ def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, re
 
     speed = case.bytes / time_calls(one_call, repeats).median
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
-
-
-_FLAGS = ("-O3", "-march=native", "-fopenmp")
-_SOURCE = """
-#include <omp.h>
-#include <stdio.h>
-#include <stdlib.h>
-
-int main(int argc, char **argv) {
-  long count = atol(argv[1]), repeats = atol(argv[2]);
-  float *a = malloc(count * sizeof(float)), *b = malloc(count * sizeof(float)), *c = malloc(count * sizeof(float));
-#pragma omp parallel for
-  for (long i = 0; i < count; i++) { a[i] = 1; b[i] = 2; c[i] = 0; }
-  for (long k = 0; k <= repeats; k++) {
-    double start = omp_get_wtime();
-#pragma omp parallel for
-    for (long i = 0; i < count; i++) c[i] = a[i] + 3 * b[i];
-    if (k) printf("%.9f\\n", omp_get_wtime() - start);
-  }
-  for (long i = 0; i < count; i++) if (c[i] != 7) return 1;
-  return 0;
-}
-"""
-
-
-def compile_stream(folder: Path) -> tuple[Path, str]:
-    """Compile the triad in C; returns the program, and name, version and flags of the compiler; InputError without."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        raise InputError("--stream needs a C compiler, but cc is not on the PATH. Install one, such as gcc.")
-    source, program = folder / "triad.c", folder / "triad"
-    source.write_text(_SOURCE, encoding="utf-8")
-    made = _call([compiler, *_FLAGS, str(source), "-o", str(program)])
-    if made.returncode:
-        raise InputError(f"--stream: {compiler} {' '.join(_FLAGS)} failed: {made.stderr.strip()[:300]}")
-    return program, f"{_call([compiler, '--version']).stdout.splitlines()[0]}; {' '.join(_FLAGS)}"
-
-
-def time_stream(program: Path, count: int, repeats: int) -> list[float]:
-    """Return the seconds of each triad over `count` fp32 elements, on all CPUs; RuntimeError if the result is wrong."""
-    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "OMP_PROC_BIND": "true"}
-    run = _call([str(program), str(count), str(repeats)], **threads)
-    if run.returncode:
-        raise RuntimeError(f"The triad in C ended with status {run.returncode}.")
-    return [float(line) for line in run.stdout.split()]
-
-
-def _call(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)  # noqa: S603 (no shell)

@@ -19,7 +19,7 @@ from zaya_jax.lab.measure.gemm import squares
 from zaya_jax.lab.measure.health_check import Check, format_quantity
 from zaya_jax.lab.measure.memory import ITEM, KERNELS
 from zaya_jax.lab.measure.timing import time_calls
-from zaya_jax.lab.report.tables import UNITS
+from zaya_jax.lab.result_tables import UNITS
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
 

@@ -27,8 +27,8 @@ from zaya_jax.lab.predict.calibration import as_row, find_device, get_device, ke
 from zaya_jax.lab.predict.compilers.predict import Shares, launched, phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.lab.predict.step_time import Work
-from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables
+from zaya_jax.lab.result_tables import TABLES
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.parts import OTHER, PARTS

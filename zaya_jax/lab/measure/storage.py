@@ -26,8 +26,8 @@ from zaya_jax.data.prepare.shards import token_dtype
 from zaya_jax.errors import InputError, printable
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.measure.timing import elapsed, time_calls
-from zaya_jax.lab.report.tables import TABLES
 from zaya_jax.lab.result import describe_run, print_tables, rounded
+from zaya_jax.lab.result_tables import TABLES
 from zaya_jax.run.files import expanded
 from zaya_jax.run.host_memory import control_groups
 
@@ -233,16 +233,14 @@ def time_save(method: Method, step: int) -> dict[str, float]:
     return {"stall": largest(stall), "commit": largest(commit)}
 
 
-def time_restores(
-    method: Method, folder: Path, state: dict[str, jax.Array], kinds: Sequence[str] = ("cold", "warm")
-) -> dict[str, float]:
+def time_restores(method: Method, folder: Path, state: dict[str, jax.Array]) -> dict[str, float]:
     """Return the seconds to restore from a cold and a warm page cache; RuntimeError for wrong values."""
     seconds, arrays = dict[str, float](), dict[str, jax.Array]()
 
     def restore() -> None:
         arrays.update(jax.block_until_ready(method.restore()))
 
-    for kind in kinds:
+    for kind in ("cold", "warm"):
         if kind == "cold":
             drop_cached(folder)
         multihost_utils.sync_global_devices("restore")

@@ -59,7 +59,7 @@ def calibrated(content: Mapping[str, Any], source: str) -> Hardware:
             raise InputError(f"{source} cannot be used: {no_data_sheet(kind)}")
         times = {name: float(content[name]) for name in ("launch", "gap")}
         rates = tuple(_rate(row) for row in content["rates"])
-        rated = f"one {kind} took on {content['date']}"
+        rated = f"one {kind} took on {content['date'][:10]}"
         return sheet._replace(rates=rates, rated=rated, reached=sheet.reached._replace(**times))
 
 

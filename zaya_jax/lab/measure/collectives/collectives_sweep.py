@@ -5,7 +5,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,18 +15,16 @@ from scipy.special import stdtrit
 from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
-from zaya_jax.job.multihost import is_primary
 from zaya_jax.lab.measure.collectives import text
 from zaya_jax.lab.measure.collectives.operations import COLLECTIVES, Axes, label
 from zaya_jax.lab.measure.collectives.programs import Case, Mode, TimedCase, time_case
 from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.predict.compilers.collectives import collectives, mesh_axes
 from zaya_jax.lab.predict.compilers.hlo import parse
-from zaya_jax.lab.report.tables import message_table
 from zaya_jax.lab.result import describe_run, print_once, table_lines
+from zaya_jax.lab.result_tables import message_table
 from zaya_jax.parallel.kernels import validated_kernels
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
-from zaya_jax.run.metrics import append_row
 from zaya_jax.train.program import make_programs
 
 _OPERATIONS = {collective.kind: name for name, collective in COLLECTIVES.items()} | {"ragged-all-to-all": "all_to_all"}
@@ -49,13 +46,12 @@ class Sweep(NamedTuple):
     repeats: int  # number of timed calls of each case
 
 
-def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path | None = None) -> dict[str, Any]:
+def measure_collectives(sweep: Sweep, config: Config | None = None) -> dict[str, Any]:
     """Measure every case, print the tables, and return the result, for JSON.
 
     With `config`, its training step says which sizes to measure over which axes, and `messages` has a row for each.
-    Each row of `results` is appended to `rows` as a line of JSON, with versions and hardware. `fits` has one for each
-    operation, dtype, number of devices and axes; `traffic` has bytes by network interface of this host. `failed`: a
-    sentence, if an element was wrong. InputError if there are too few devices for a collective.
+    `fits` has one for each operation, dtype, number of devices and axes; `traffic` has bytes by network interface of
+    this host. `failed`: a sentence, if an element was wrong. InputError if there are too few devices for a collective.
     """
     messages: list[dict[str, Any]] = []
     if config is None:
@@ -66,16 +62,14 @@ def measure_collectives(sweep: Sweep, config: Config | None = None, rows: Path |
         _check_devices([make_mesh()], ())
         mesh, messages = model_messages(config)
         groups = _message_groups(sweep, mesh, messages)
-    result = describe_run(benchmark, f"{size}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
+    result = describe_run(benchmark, f"{size}, {sweep.mode}", "", ())
     device = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     result["hardware"] |= {"device": device, "processes": jax.process_count()}
-    head, result["results"], result["fits"], traffic = dict(result), [], [], Traffic()
+    result["results"], result["fits"], traffic = [], [], Traffic()
     for probe, sizes in groups:
-        measured = _measure(probe, sizes, sweep, head, rows)
+        measured = _measure(probe, sizes, sweep)
         result["results"] += measured
         result["fits"].append(_fit(measured))
-        if config is None:
-            _compare(probe.collective.name, measured, sweep.repeats)
     if messages:
         result["messages"] = _messages(messages, result["results"])
     result["traffic"] = traffic.bytes()
@@ -166,23 +160,7 @@ def _half(row: dict[str, Any]) -> str:
     return "out_of_place" if "out_of_place" in row else "in_place"
 
 
-def _compare(operation: str, measured: Sequence[dict[str, Any]], repeats: int) -> None:
-    """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
-    if jax.process_count() > 1 or measured[0]["groups"] > 1 or _half(measured[0]) == "in_place":
-        return
-    peers, failure = text.peer_bandwidths(operation, measured, repeats)
-    if failure:
-        print_once(failure, "")
-    for row in measured:
-        if peer := peers.get(row["bytes"]):
-            row["peer_busbw"], ours = peer, row["out_of_place"]["busbw"]
-            speeds = f"{ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests ({ours / peer:.2f}×)"
-            print_once(f"{row['bytes']:>12,} bytes: {speeds}")
-
-
-def _measure(
-    probe: Case, sizes: Sequence[int], sweep: Sweep, head: dict[str, Any], rows: Path | None
-) -> list[dict[str, Any]]:
+def _measure(probe: Case, sizes: Sequence[int], sweep: Sweep) -> list[dict[str, Any]]:
     item, name = jnp.dtype(probe.dtype).itemsize, label(probe.collective)
     elements = dict.fromkeys(probe.collective.elements(size, item, probe.ranks) for size in sizes)
     cases, measured, printed = [probe._replace(elements=count) for count in elements], [], list[TimedCase]()
@@ -192,8 +170,6 @@ def _measure(
         printed += timings.values()
         print_once(text.row(timings.get("out_of_place"), timings["in_place"]))
         measured.append(_row(case, sweep.mode, timings))
-        if rows and is_primary():
-            append_row(rows, head | measured[-1])
     print_once(*text.footer(name, printed), "")
     return measured
 

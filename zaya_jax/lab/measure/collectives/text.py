@@ -1,12 +1,9 @@
-"""The table of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu) for existing parsers; and its programs."""
+"""The table of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu), which existing parsers read."""
 
 import os
-import shutil
 import socket
 import statistics
-import subprocess
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -15,8 +12,6 @@ from zaya_jax.lab.measure.collectives.programs import WARM_UP, Case, Mode, Timed
 
 TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
 _COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6} "
-_PROGRAMS = {"all_to_all": "alltoall_perf", "permute": "sendrecv_perf"}  # of others: OPERATION_perf
-_SECONDS = 600  # that the program may take
 
 
 def header(name: str, cases: Sequence[Case], mode: Mode, repeats: int) -> list[str]:
@@ -79,28 +74,3 @@ def _number(value: float, width: int) -> str:
         if len(text := f"{value:{width}.{decimals}f}") <= width:
             return text
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
-
-
-def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> tuple[dict[int, float], str]:
-    """Measure the cases of one operation over all devices of this process with the program of nccl-tests.
-
-    `rows` are results in one dtype, by ascending size. Returns bus bandwidth out of place in bytes/s, by size in bytes,
-    {} without the program; and why it failed, a sentence or ''.
-    """
-    program = shutil.which(_PROGRAMS.get(operation, f"{operation}_perf"))
-    if program is None:
-        return {}, ""
-    sizes, devices, dtype = [row["bytes"] for row in rows], rows[0]["devices"], TYPES[rows[0]["dtype"]]
-    factor = max(2, round(sizes[1] / sizes[0])) if len(sizes) > 1 else 2
-    flags = f"-b {sizes[0]} -e {sizes[-1]} -f {factor} -g {devices} -n {repeats} -w {WARM_UP} -d {dtype}"
-    command = [program, *flags.split()]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {}, f"{program} failed: {error}."
-    table = [row for line in done.stdout.splitlines() if len(row := line.split()) > 8 and row[0].isdigit()]
-    measured = {int(row[0]): 1e9 * float(row[7]) for row in table}  # size, and bus bandwidth out of place
-    if done.returncode or not measured:
-        message = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
-        return {}, f"{program} failed with status {done.returncode}: {message}"
-    return measured, ""

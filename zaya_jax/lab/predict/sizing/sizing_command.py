@@ -51,8 +51,8 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.lab.predict.sizing.rules import Measured, check_sizing, read_measured
     from zaya_jax.lab.predict.sizing.shapes import lines, suggest_shapes
     from zaya_jax.lab.predict.step_time import basis
-    from zaya_jax.lab.report.tables import TABLES
     from zaya_jax.lab.result import print_tables
+    from zaya_jax.lab.result_tables import TABLES
 
     hardware = get_device(parsed.hardware, parsed.devices)
     folder = parsed.measured or (None if parsed.hardware in HARDWARE or hardware.rated else parsed.hardware)
@@ -68,7 +68,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     findings = check_sizing(config, parsed.devices, hardware, measured)
     result["phases"] = {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
     print(f"Sizing rules for training on {parsed.devices:,} × {parsed.hardware}\n")
-    print_tables(TABLES["sizing"](result)[:-1])
+    print_tables(TABLES["sizing"](result))
     failed = [f"{phase}: {x.rule}" for phase, found in findings.items() for x in found if x.status == "FAIL"]
     if failed:
         result["failed"] = f"Rules that fail: {', '.join(failed)}."

@@ -4,14 +4,13 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from zaya_jax.run.table import NONE, Cell, Row, Table, make_pairs, make_table, number, percent, quantity, same, share
+from zaya_jax.run.table import NONE, Cell, Row, Table, make_table, number, percent, quantity, same, share
 
 Result = dict[str, Any]
 
 UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}  # unit of a result → scale and unit of a table
 _SCALES = {"µs": 1e-6, "ms": 1e-3, "GFLOP": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12, "MiB": 2.0**20}  # of units in heads
 CONTEXT = "memory per device (bytes) and time (s) of context-parallel attention, forward and backward"  # a benchmark
-_CASE = ("operation", "dtype", "devices", "groups")
 
 
 def _table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell], *remarks: str) -> Table:
@@ -30,43 +29,14 @@ def _axes(row: Row) -> str:
     return ", ".join(row["axes"])
 
 
-def _describe(machine: Result) -> list[Table]:
-    network = machine["network"]
-    ports = {
-        name: [port["state"], f"{port['speed']:,} Mb/s" if port["speed"] else None]
-        for name, port in network["interfaces"].items()
-    }
-    ports |= {name: [port["link_layer"], port["state"], port["rate"]] for name, port in network["rdma"].items()}
-    shown = {name: ", ".join(filter(None, port)) for name, port in ports.items()}
-    for name, plugin in network["plugins"].items():
-        shown[name] = f"{', '.join(plugin['files'])} ({'' if plugin['loaded'] else 'not '}loaded)"
-    pairs = {"devices": f"{machine['devices']} × {machine['device']}", "platform": machine["platform"]}
-    pairs |= {"runtime": machine["runtime"], "memory of a device (GB)": number(machine["device_bytes"], 1e9)}
-    pairs |= {"memory of the host (GB)": number(machine["host_bytes"], 1e9), "Linux kernel": machine["kernel"]}
-    pairs |= {f"driver {name}": version for name, version in machine["drivers"].items()}
-    pairs["preset"] = machine["preset"]
-    environment = make_pairs("Environment", machine["environment"])
-    return [make_pairs("Machine", pairs), make_pairs("Network", shown), environment]
-
-
-def _preflight(result: Result) -> list[Table]:
-    rows = []
-    for check in result["checks"]:
-        scale, unit = UNITS.get(check["unit"], (1.0, check["unit"]))
-        rows.append(check | {"value": number(check["value"], scale), "unit": unit})
-    return [make_table("Checks", rows, same("check", "status", "value", "unit", "message"))]
-
-
 def _memory(result: Result) -> list[Table]:
-    stream, speed = ([result["stream"]] if "stream" in result else []), {"GB/s": "bytes_per_second"}
+    speed = {"GB/s": "bytes_per_second"}
     times = {"shortest (ms)": "min", "mean (ms)": "mean", "longest (ms)": "max"}
     own = {"operation": "operation", "bytes": "bytes", **speed, "of triad": share("of_triad")}
     sweep = {"operation": "operation", "array (bytes)": "bytes", **speed, **times}
-    peer = {"compiler": "compiler", **speed, "ours / C": quantity("ratio", unit=1.0)}
     return [
         _table("BabelStream", result["results"], sweep, "The rate is that of the shortest call."),
         _table("The model's memory-bound operations", result["operations"], own),
-        _table("Triad in C with OpenMP", stream, peer),
     ]
 
 
@@ -84,33 +54,6 @@ def _gemm(result: Result) -> list[Table]:
     return [
         _table(f"Family {family.replace('_', '–')}", rows, columns, *([fastest] if family == "square" else []))
         for family, rows in families.items()
-    ]
-
-
-def _collectives(result: Result) -> list[Table]:
-    fit: dict[str, str | Cell] = {}
-    for name, key in (("α (µs)", "alpha_seconds"), ("β (GB/s)", "beta_bytes_per_second")):
-        unit = name.partition("(")[2].rstrip(")")
-        for field, bound in (("value", ""), ("low", " from"), ("high", " to")):
-            fit[f"{name}{bound}"] = quantity(key, field, unit=_SCALES[unit])
-    fit["half of β at (bytes)"] = quantity("half_bytes", unit=1.0)
-    fit["90 % of β at (bytes)"] = quantity("knee_bytes", unit=1.0)
-    rows, fields = {}, {"median (µs)": "p50", "p99 (µs)": "p99", "algorithm (GB/s)": "algbw", "bus (GB/s)": "busbw"}
-    for half, place in (("out_of_place", ""), ("in_place", "in place, ")):
-        rows |= {f"{place}{name}": f"{half}.{field}" for name, field in fields.items()}
-    if any("peer_busbw" in row for row in result["results"]):
-        rows["nccl-tests, bus (GB/s)"] = "peer_busbw"
-    case = {**same(*_CASE), "axes": _axes}
-    remarks = (
-        "α is the latency, β the algorithm bandwidth, each with its 95 % confidence interval.",
-        "– as the end of an interval means that the measurements give no upper bound.",
-    )
-    columns = {**case, "bytes": "bytes", **rows, "wrong": "wrong"}
-    return [
-        _table("Fit of time = α + size / β", result["fits"], case | fit, *remarks),
-        message_table(result.get("messages", [])),
-        _table("Times and bandwidths", result["results"], columns),
-        _traffic(result),
     ]
 
 
@@ -191,11 +134,8 @@ def _context(result: Result) -> list[Table]:
 
 def _sizing(result: Result) -> list[Table]:
     columns = {**same("rule", "status", "value"), "predicted loss": share("loss"), "change": "advice"}
-    phases = result["phases"]
-    reasons = {finding["rule"]: finding for findings in phases.values() for finding in findings}
-    tables = [make_table(f"Phase {phase}", findings, columns) for phase, findings in phases.items()]
-    return [*tables, make_table("Rules", reasons.values(), same("rule", "reason", "source"))]
+    return [make_table(f"Phase {phase}", findings, columns) for phase, findings in result["phases"].items()]
 
 
-_MAKERS = (_describe, _preflight, _memory, _gemm, _collectives, _storage, _step, _context, _sizing)
+_MAKERS = (_memory, _gemm, _storage, _step, _context, _sizing)
 TABLES: dict[str, Callable[[Result], list[Table]]] = {make.__name__.removeprefix("_"): make for make in _MAKERS}

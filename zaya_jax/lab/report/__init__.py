@@ -1,1 +1,0 @@
-"""The results of a machine as one HTML page."""
