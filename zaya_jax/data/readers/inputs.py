@@ -27,10 +27,11 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "megatron": (".bin",),
-    "csv_table": (".csv",),
+    "csv_table": (),  # a .csv file that is named
     "json_array": (),  # a .json file that is named, and begins with a list
     "text": (),  # suffixes are an argument of `list_units`
 }
+_NAMED = {".json": "jsonl", ".csv": "csv_table"}  # suffixes of files that are read if they are named
 _MODULES = {"parquet": "tables", "arrow": "tables"}  # others are named like the format
 # Comments and submissions of Reddit, as JSON lines: of a month, of a day, or of a subreddit.
 _PUSHSHIFT = re.compile(r"R[CS](_v2)?_\d{4}-\d\d(-\d\d)?\.(gz|zst|bz2|xz)|.+_(comments|submissions)\.zst")
@@ -110,7 +111,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     if not os.path.lexists(path) and (hint := hub_hint(str(path), is_data=True)):
         raise InputError(f"The input {path} does not exist.{hint}")
     # Check existence first, so that a missing file with an unknown suffix is reported as missing.
-    kind = _format(path.name, suffixes) or ("jsonl" if path.suffix == ".json" else None)
+    kind = _format(path.name, suffixes) or _NAMED.get(path.suffix)
     if kind == "jsonl" and path.suffix == ".json" and path.is_file() and _starts_with_list(path):
         kind = "json_array"
     file = _file(path, kind or "text")
@@ -228,7 +229,8 @@ def _format(name: str, suffixes: tuple[str, ...]) -> str | None:
 
 
 def _known(suffixes: tuple[str, ...]) -> str:
-    return ", ".join([*itertools.chain(*FORMATS.values()), *suffixes])
+    found = ", ".join([*itertools.chain(*FORMATS.values()), *suffixes])
+    return f"{found} and, of files that are named, {', '.join(_NAMED)}"
 
 
 def _has_objects(path: Path, count: int) -> bool:

@@ -161,23 +161,21 @@ class _Arrow:
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
     """Return the columns to read: that of the field and, of conversations, all others, which may change their meaning.
 
-    `InputError` unless exactly one column has the name, and its type is text or lists.
+    `InputError` unless the file has each of them once, and the type of the first is text or lists.
     """
-    columns = f"its columns are {', '.join(map(repr, schema.names)) or 'none'}"
-    index = schema.get_field_index(fields.find_field(field, schema.names) or field)
-    if index < 0:
-        problem = "several columns" if field in schema.names else "no column"
-        hint = fields.suggest_chat(field, schema.names)
-        raise InputError(f"The file {file} has {problem} {field!r}; {columns}{hint}.")
-    name, kind = schema.names[index], schema.field(index).type
+    name = fields.find_field(field, schema.names) or field
+    fields.require_columns(file, field, schema.names, [name])
+    kind = schema.field(name).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not isinstance(kind, _LISTS):
         if kind not in _TEXTS:
             problem = f"has type {kind}, but must have text or lists"
-            raise InputError(f"The column {field!r} of the file {file} {problem}; {columns}.")
+            columns = ", ".join(map(repr, schema.names))
+            raise InputError(f"The column {name!r} of the file {file} {problem}; its columns are {columns}.")
         if not fields.is_pair(field, name):
             return [name]
-    return [name, *(other for other in schema.names if other != name and schema.names.count(other) == 1)]
+    fields.require_columns(file, field, schema.names, schema.names)
+    return [name, *(other for other in schema.names if other != name)]
 
 
 def column_documents(
