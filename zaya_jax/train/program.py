@@ -84,7 +84,7 @@ class PhaseProgram(PhaseSpec):
         return self.trace(stage).lower().compile()
 
     def _options(self, *, fsdp: bool = False, one_micro_batch: bool = False) -> dict[str, bool | int | str] | None:
-        """Return the compiler options of a step; CPUs need none to repeat results and to show instructions."""
+        """Return the compiler options of a step; CPUs need no flags to repeat results and to show instructions."""
         if (platform := self.placement.kernels.target.platform) == "cpu":
             return known_options(COMPILED_QUICKLY)
         on_gpu = platform in GPU_PLATFORMS
