@@ -5,6 +5,7 @@ import functools
 
 import pytest
 
+from tests.config_helpers import changed
 from tests.train_helpers import CONFIG
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.stages import stages
@@ -33,3 +34,10 @@ def test_what_is_traced_on_a_gpu_has_no_command_buffers(platform, profile, monke
     make()[0].jit_evaluation()
     traced = {"xla_gpu_enable_command_buffer": ""} if profile else {}
     assert calls == [COMPILED_QUICKLY if platform == "cpu" else traced] * 2
+
+
+@pytest.mark.parametrize("changes", [{"train.compute_dtype": "bfloat16"}, {"model.vocab_size": 2_000_000}])
+def test_a_step_that_would_be_slower_on_a_cpu_is_compiled_in_full(changes):
+    config, kernels = changed(CONFIG, changes), KernelSelection(Target("cpu", ""))
+    assert Programs(CONFIG, kernels, 1)[0]._options() == COMPILED_QUICKLY
+    assert Programs(config, kernels, 1)[0]._options() is None
