@@ -78,7 +78,7 @@ docs: $(VENV)/.stamp-docs
 	JAX_PLATFORMS=cpu $(PY) -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --conf-dir docs . build/docs
 	@echo "Open build/docs/index.html"
 
-# PAGES='README.md docs/data.md' for these only.
+# Also needs Chromium for the README (Debian: chromium). PAGES='README.md docs/data.md' for these only.
 pages: $(VENV)/.stamp-test
 	$(PY) -m tests.tools.pages $(PAGES)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pages_helpers import PAGES
-from tests.tools.pages import RECORD, ROOT, anonymous, differences, digest, rewritten, run, shown
+from tests.tools.pages import PICTURES, RECORD, ROOT, anonymous, differences, digest, rewritten, run, shown
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 # Commands that need no run, and take seconds; by page, the place among its outputs, and the tolerance of numbers, if
@@ -41,6 +41,11 @@ def test_an_output_is_the_recorded_one(page):
     """`make pages` rewrites outputs, and records their digests: edited by hand, they need not be true."""
     outputs = [digest(output.text) for _, output in shown(PAGES[page])]
     assert outputs == [output["digest"] for output in RECORDED.get(page, {"outputs": []})["outputs"]]
+
+
+def test_pictures_are_those_of_the_readme_s_run():
+    drawn = {picture: digest((ROOT / picture).read_bytes()) for picture in PICTURES}
+    assert drawn == RECORDED["README.md"]["pictures"]
 
 
 @pytest.mark.parametrize(("page", "place", "tolerance"), CHEAP)

@@ -3,8 +3,8 @@
 A block of ```text that follows a block of commands shows what these print; `...` stands for lines that are left out.
 All commands of a page run, in order, in a new clone, those of the README first. Each line becomes the line of the new
 output that has its form, which is the line without its numbers; a line without such, as of a model's text, becomes the
-one at its place. Pictures come from the same runs. docs/outputs.json records when each block was made, by which
-versions, and its digest, by which a test finds blocks that were edited by hand.
+one at its place. Pictures are of the README's run, those of its report by Chromium. docs/outputs.json records when each
+block and picture was made, by which versions, and its digest, by which a test finds what was changed by hand.
 """
 
 import argparse
@@ -28,6 +28,8 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
+from tests.browser_helpers import CHROMIUM
+
 ROOT = Path(__file__).parent.parent.parent
 RECORD = ROOT / "docs" / "outputs.json"
 # The README first, whose runs the others use.
@@ -35,7 +37,12 @@ PAGES = (
     "README.md", "docs/install.md", "docs/data.md", "docs/evaluate.md", "docs/parallel.md", "docs/machine.md",
     "docs/aegis.md", "docs/configuration.md",
 )  # fmt: skip
-PICTURES = {"docs/loss.png": "runs/tiny/loss.png"}
+RUN = "runs/tiny"  # of the README
+# Pictures of the report of that run: height in pixels, and the style that hides the rest of the page. Plotly measures
+# texts in an svg of its own.
+_ROUTING = "body > :not(svg, .routing), .routing > :nth-child(-n + 6) { display: none }"
+REPORTS = {"docs/report.png": (1160, ""), "docs/report_routing.png": (980, _ROUTING)}
+PICTURES = ("docs/loss.png", *REPORTS)
 # Tested elsewhere (`make test` runs the tests), hours long, or what this environment has already.
 _LEFT_OUT = re.compile(
     r"^(make test|python -m venv|\S*pip install|python -m benchmarks (ablations|balance|optimizer))\b.*$", re.MULTILINE
@@ -176,9 +183,29 @@ def anonymous(text: str, folder: Path) -> str:
     return text
 
 
-def digest(text: str) -> str:
-    """The digest of a shown output."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def digest(shown: str | bytes) -> str:
+    """The digest of a shown output, or of a picture."""
+    return hashlib.sha256(shown.encode() if isinstance(shown, str) else shown).hexdigest()[:16]
+
+
+def draw(report: Path, picture: Path, height: int, style: str) -> None:
+    """Draw the report of a run, with the other style, as a browser shows it 900 pixels wide."""
+    text = re.sub(r'<section (id="[^"]*">\s*<h2>Routing)', r'<section class="routing" \1', report.read_text("utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        (page := Path(folder) / "report.html").write_text(
+            text.replace("</head>", f"<style>{style}</style></head>"), "utf-8"
+        )
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=10000"]
+        flags += [f"--user-data-dir={folder}/user", f"--window-size=900,{height}", f"--screenshot={picture}"]
+        subprocess.run([CHROMIUM, *flags, page.as_uri()], check=True, capture_output=True, timeout=120)
+
+
+def remake_pictures(run_dir: Path, root: Path = ROOT) -> dict[str, str]:
+    """Draw the pictures again from a run with its report, and return their digests."""
+    shutil.copy(run_dir / "loss.png", root / PICTURES[0])
+    for picture, (height, style) in REPORTS.items():
+        draw(run_dir / "report.html", root / picture, height, style)
+    return {picture: digest((root / picture).read_bytes()) for picture in PICTURES}
 
 
 def remake(page: str, folder: Path) -> list[dict[str, str | float]]:
@@ -219,14 +246,15 @@ def main() -> None:
     made = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "python": platform.python_version()}
     made |= {name: version(name) for name in ("zaya-jax", "jax")}
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    if "README.md" in pages and not CHROMIUM.exists():
+        raise SystemExit(f"README.md has pictures, which {CHROMIUM} draws, but it is missing (Debian: chromium).")
     with tempfile.TemporaryDirectory() as folder:
         clone(here := Path(folder))
         for page in pages:
             record[page] = {**made, "outputs": remake(page, here)}
+            if page == "README.md":
+                record[page]["pictures"] = remake_pictures(here / RUN)
             RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        for picture, source in PICTURES.items():
-            if (here / source).exists():
-                shutil.copy(here / source, ROOT / picture)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """`evaluation.patience`: a run ends when its held-out loss no longer falls, and trains on where that is asked."""
 
+import dataclasses
 import json
 import math
+from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from tests.config_helpers import SMALL
 from tests.train.test_interruption import metric_rows, train_until
 from tests.train_helpers import change, compute_little, differing, shortened
 from zaya_jax.aegis.training_command import read_command
+from zaya_jax.config import to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
 from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
@@ -28,12 +32,13 @@ def test_a_record_counts_the_evaluations_of_its_phase_since_the_lowest_loss(phas
     for name, losses in enumerate(phases):
         for count in range(1, len(losses) + 1):
             step += 1
-            record = Patience(**json.loads(json.dumps(record.after(str(name), step, losses[count - 1])._asdict())))
+            phase = "train" if name == 0 else str(name)
+            record = Patience(**json.loads(json.dumps(record.after(phase, step, losses[count - 1])._asdict())))
             finite = [loss for loss in losses[:count] if math.isfinite(loss)]
             best = losses.index(min(finite)) if finite else -1
             assert record.lowest == min(finite, default=None)
             assert record.since == count - 1 - best
-            assert record.is_over(config) == (limit > 0 and count - 1 - best >= limit)
+            assert record.is_over(config, 1) == (limit > 0 and count - 1 - best >= limit and name == 0)
             if finite:
                 assert record.step == step - record.since
 
@@ -79,6 +84,19 @@ def test_a_run_ends_when_its_heldout_loss_no_longer_falls_and_trains_on_bitwise(
     assert not differing(result.state, whole.state)
     assert metric_rows(result.run_dir) == rows
     assert not report(change(on, {"sample.tokens": 0}), result).startswith("Stopped")
+
+
+def test_patience_that_runs_out_with_its_phase_ends_no_other_phase(rising):
+    patient = change(shortened(rising, 3), {"evaluation.patience": 2})
+    assert run_training(patient).patience == Patience("train", 1, ANY, 2)
+    [first] = patient.phases
+    longer = change(patient, {"phases": (first, dataclasses.replace(first, name="more"))})
+    (file := Path(f"{longer.run_dir}.yaml")).write_text(to_yaml(longer))
+    assert not read_command(["python", "-m", "zaya_jax.main", "--config", str(file)], 1, None).is_saved()
+    assert run_training(longer).state.step == 6
+    whole = change(longer, {"run_dir": f"{rising.run_dir}_whole"})
+    assert run_training(whole).state.step == 6
+    assert metric_rows(Path(whole.run_dir)) == metric_rows(Path(longer.run_dir))
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])  # one of the two has the lower loss

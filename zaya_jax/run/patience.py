@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.config import Config
+from zaya_jax.config.stages import stage_at
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.manifest import try_read
 
@@ -26,12 +27,14 @@ class Patience(NamedTuple):
             return Patience(phase, step, loss)
         return before._replace(since=before.since + 1)
 
-    def is_over(self, config: Config) -> bool:
-        """Return whether the run must end; never if `evaluation.patience` is 0."""
-        return 0 < config.evaluation.patience <= self.since
+    def is_over(self, config: Config, step: int) -> bool:
+        """Return whether the run must end after `step`, within a phase; never if `evaluation.patience` is 0."""
+        is_within = config.phases[stage_at(config, step).phase].name == self.phase  # of the next step
+        return is_within and 0 < config.evaluation.patience <= self.since
 
 
 def ended_early(checkpoints: Path, config: Config) -> bool:
     """Return whether the newest checkpoint of a run is that with which it ended early."""
-    newest = try_read(checkpoints / str(max(saved_steps(checkpoints), default=0)))
-    return newest is not None and Patience(**newest.metadata.get(PATIENCE, {})).is_over(config)
+    step = max(saved_steps(checkpoints), default=0)
+    newest = try_read(checkpoints / str(step))
+    return newest is not None and Patience(**newest.metadata.get(PATIENCE, {})).is_over(config, step)

@@ -15,7 +15,7 @@ from zaya_jax.model.tree import Arrays, balancing_biases
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import replicated
-from zaya_jax.train.program import PhaseProgram, known_options
+from zaya_jax.train.program import COMPILED_QUICKLY, PhaseProgram, known_options
 from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_values, warn_about_positions
 from zaya_jax.train.state import TrainState, init_counters, init_state
 from zaya_jax.weights.load import open_weights, read_base_fingerprint, write_base_note
@@ -30,10 +30,6 @@ class FrozenBase(NamedTuple):
 
 
 NO_BASE = FrozenBase({}, {})
-
-# The initial state is drawn once: XLA:CPU compiles it in half the time with these, and it takes as long to draw, with
-# the same values. A training step would be slower.
-_COMPILED_QUICKLY = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
 
 
 def open_init_from(config: Config) -> Weights | None:
@@ -61,7 +57,7 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
         warn_about_positions(config, weights.config, f"init_from ({config.init_from})", phase)
     if weights is None or config.lora is not None:
         placed = jax.tree.map(lambda x: x.sharding, abstract)
-        options = known_options(_COMPILED_QUICKLY) if current_target().platform == "cpu" else None
+        options = known_options(COMPILED_QUICKLY) if current_target().platform == "cpu" else None
         state = jax.jit(lambda: init_state(program), out_shardings=placed, compiler_options=options)()
         return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
     if weights.optimizer_config is not None:

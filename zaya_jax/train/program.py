@@ -13,6 +13,7 @@ from zaya_jax.config import Config, PhaseConfig
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import step_options
+from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.model.lora import adapter_roles, adapter_shapes
 from zaya_jax.model.tree import compute_dtypes, fused, roles, shapes
 from zaya_jax.model.zaya import abstract_model
@@ -26,6 +27,11 @@ from zaya_jax.train.spec import PhaseSpec
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
+# XLA:CPU compiles in half the time with these: the step of configs/tiny.yaml (`.trace(stage).lower().compile()`) in 8.5
+# seconds of CPU instead of 16.4, and it runs in 0.90 and 0.89. With 16.4M parameters a step would take 3 % longer,
+# in bf16 13 %.
+COMPILED_QUICKLY = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+_FEW_PARAMETERS = 10_000_000
 _TYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"loss_mask": np.bool_}
 
 
@@ -81,8 +87,12 @@ class PhaseProgram(PhaseSpec):
         return self.trace(stage).lower().compile()
 
     def _options(self, *, fsdp: bool = False, one_micro_batch: bool = False) -> dict[str, bool | int | str] | None:
-        """Return the compiler options of a step; CPUs need none to repeat results and to show instructions."""
-        on_gpu = self.placement.kernels.target.platform in GPU_PLATFORMS
+        """Return the compiler options of a step; CPUs need no flags to repeat results and to show instructions."""
+        platform, dtype = self.placement.kernels.target.platform, self.config.train.compute_dtype
+        is_small = dtype != "bfloat16" and total_parameters(self.config.model) < _FEW_PARAMETERS
+        if platform == "cpu" and is_small:
+            return known_options(COMPILED_QUICKLY)
+        on_gpu = platform in GPU_PLATFORMS
         exact, traced = on_gpu and self.config.train.deterministic, on_gpu and self.config.profile is not None
         options = step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, deterministic=exact, traced=traced)
         return known_options(options)

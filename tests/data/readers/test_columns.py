@@ -101,6 +101,15 @@ def test_a_missing_column_is_told_with_those_there_are():
         check_columns("f", pa.schema([("a", pa.string()), ("a", pa.string())]), "a")
 
 
+@pytest.mark.parametrize("name", ["output", "input", "system", "weight"])
+def test_a_conversation_has_each_column_once(name):
+    columns = [("instruction", pa.string()), ("output", pa.string()), ("system", pa.string())]
+    schema = pa.schema([*columns, *[(name, pa.string())] * (1 if (name, pa.string()) in columns else 2)])
+    with pytest.raises(InputError, match=rf"The file f has several columns '{name}'; its columns are [^;]*\.$"):
+        check_columns("f", schema, "messages")
+    assert check_columns("f", schema, "instruction") == ["instruction"]
+
+
 @pytest.mark.parametrize(
     "kind", [pa.int64(), pa.binary(), pa.struct([("a", pa.string())]), pa.map_(pa.string(), pa.string())]
 )

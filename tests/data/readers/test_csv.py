@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -63,8 +64,24 @@ def test_a_quote_that_is_not_closed_is_bad(tmp_path, read_all):
     ("id,body\n1,a\n", r"has no column 'text'; its columns are 'id', 'body'\.$"),
     ("text,text\n1,a\n", r"has several columns 'text'; its columns are 'text', 'text'\.$"),
     ("prompt,completion\n1,a\n", r"has no column 'text'; .*; it has 'prompt', and --chat reads conversations\.$"),
+    ("prompt,completion,completion\n1,a,b\n", r"has several columns 'completion'; its columns are [^;]*\.$"),
     ('"a" b,c\n', r"The first row of .*a\.csv, which names the columns, cannot be read: "),
 ])  # fmt: skip
 def test_a_table_without_the_column_is_refused(tmp_path, read_all, content, message):
     with pytest.raises(InputError, match=message):
-        read_all(written(tmp_path / "a.csv", content))
+        read_all(written(tmp_path / "a.csv", content), "messages" if "several columns 'c" in message else "text")
+
+
+def test_commas_at_the_ends_of_rows_are_no_columns(tmp_path, read_all):
+    units = written(tmp_path / "a.csv", "prompt,completion,,\n1,a,,\n")
+    [(_, messages)], bad = read_all(units, "messages")
+    assert ([each["content"] for each in messages], bad) == (["1", "a"], [])
+
+
+def test_a_table_in_a_folder_is_counted_and_read_as_text_where_a_suffix_says_so(tmp_path, read_all):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (table := tmp_path / "b.csv").write_text("id,label\n1,2\n")
+    unread = Counter()
+    assert read_all(list_units([tmp_path], unread=unread)) == ([(1, "a")], [])
+    assert unread == {".csv": 1}
+    assert read_all(list_units([table], suffixes=(".csv",)))[0] == [(1, "id,label\n1,2\n")]

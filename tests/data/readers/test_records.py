@@ -19,7 +19,7 @@ records = st.fixed_dictionaries({"instruction": texts, "output": texts, "input":
 
 def expected(record):
     """The messages of a record of Alpaca's, None if it cannot be used, and the keys that are not read."""
-    parts = [record["instruction"], *([record["input"]] if record["input"] else [])]
+    parts = [record["instruction"], *([record["input"]] if record["input"].strip() else [])]
     if not all(part.strip() for part in [*parts, record["output"]]):
         return None
     said = [{"role": "user", "content": "\n\n".join(parts)}, {"role": "assistant", "content": record["output"]}]

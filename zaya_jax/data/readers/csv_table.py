@@ -43,10 +43,9 @@ def _header(file: str, rows: Iterator[list[str]], field: str) -> list[str]:
         names = next(rows, [])
     except csv.Error as error:
         raise InputError(f"The first row of {file}, which names the columns, cannot be read: {error}.") from error
-    if (name := fields.find_field(field, names)) is None or names.count(name) > 1:
-        problem = "no column" if name is None else "several columns"
-        columns, hint = ", ".join(map(repr, names)) or "none", fields.suggest_chat(field, names)
-        raise InputError(f"The file {file} has {problem} {field!r}; its columns are {columns:.200}{hint}.")
+    name = fields.find_field(field, names) or field
+    # Columns without a name are those of commas at the end of each row.
+    fields.require_columns(file, field, names, filter(None, names) if fields.is_pair(field, name) else [name])
     return names
 
 

@@ -1,10 +1,11 @@
 """Rules that select the field or column of documents, and decide which of its values are usable."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from zaya_jax.data.readers.documents import Parsed
+from zaya_jax.errors import InputError
 
 LONGEST = 2**27  # bytes of a document; to encode one takes 100 times as much memory
 CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
@@ -47,11 +48,20 @@ def suggest_chat(field: str, names: Collection[str]) -> str:
     return f"; it has {name!r}, and --chat reads conversations" if name not in (None, field) else ""
 
 
+def require_columns(file: str, field: str, names: Sequence[str], read: Iterable[str]) -> None:
+    """Raise `InputError` unless a table whose columns are `names` has each of those that are read for `field` once."""
+    for name in read:
+        if (count := names.count(name)) != 1:
+            problem, hint = ("several columns", "") if count else ("no column", suggest_chat(field, names))
+            columns = ", ".join(map(repr, names)) or "none"
+            raise InputError(f"The file {file} has {problem} {name!r}; its columns are {columns:.200}{hint}.")
+
+
 def read_record(record: Mapping[str, Any], name: str, *, is_pair: bool) -> Parsed:
     """Return the text or conversation in the field `name` of a record, or in a pair of fields that `name` begins."""
     value, read = record[name], [name]
     if is_pair:
-        texts = [name, *(["input"] if PAIRS.get(name) == "output" and record.get("input") not in EMPTY else [])]
+        texts = [name, *(["input"] if PAIRS.get(name) == "output" and not _is_blank(record.get("input")) else [])]
         read = [*texts, PAIRS[name]]
         for part in read:
             if not isinstance(record[part], str) and record[part] is not None:
@@ -66,11 +76,15 @@ def read_record(record: Mapping[str, Any], name: str, *, is_pair: bool) -> Parse
         return Parsed(value)
     beside = {key: content for key, content in record.items() if key not in read}
     bad, system = sibling_rejection(beside, name), beside.get(SYSTEM)
-    if isinstance(system, str) and not (system in EMPTY or system.isspace()):
+    if isinstance(system, str) and not _is_blank(system):
         if isinstance(value[0], dict) and SYSTEM in (value[0].get("role"), value[0].get("from")):
             bad = "unread field", f"{SYSTEM!r} next to {name!r} is text, but the conversation has a system message, too"
         value = [{"role": SYSTEM, "content": system}, *value]
     return Parsed(with_tools(value, beside.get(TOOLS)), bad, unread_keys(beside, name))
+
+
+def _is_blank(value: object) -> bool:
+    return value in EMPTY or (isinstance(value, str) and value.isspace())
 
 
 def with_tools(messages: Any, tools: Any) -> Any:

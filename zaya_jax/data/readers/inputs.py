@@ -26,9 +26,10 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "megatron": (".bin",),
-    "csv_table": (".csv",),
+    "csv_table": (),  # a .csv file that is named
     "text": (),  # suffixes are an argument of `list_units`
 }
+_NAMED = {".json": "jsonl", ".csv": "csv_table"}  # suffixes of files that are read if they are named
 _MODULES = {"parquet": "tables", "arrow": "tables"}  # others are named like the format
 # Comments and submissions of Reddit, as JSON lines: of a month, of a day, or of a subreddit.
 _PUSHSHIFT = re.compile(r"R[CS](_v2)?_\d{4}-\d\d(-\d\d)?\.(gz|zst|bz2|xz)|.+_(comments|submissions)\.zst")
@@ -108,7 +109,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     if not os.path.lexists(path) and (hint := hub_hint(str(path), is_data=True)):
         raise InputError(f"The input {path} does not exist.{hint}")
     # Check existence first, so that a missing file with an unknown suffix is reported as missing.
-    kind = _format(path.name, suffixes) or ("jsonl" if path.suffix == ".json" else None)
+    kind = _format(path.name, suffixes) or _NAMED.get(path.suffix)
     file = _file(path, kind or "text")
     if kind is None:
         raise InputError(f"The file {path} has an unknown suffix; known suffixes are {_known(suffixes)}.")
@@ -153,29 +154,7 @@ def _split_files(folder: Path) -> list[Path]:
         )
     entries = _json(folder / _STATE, "_data_files")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    files = [folder / name for name in _names(folder / _STATE, names)]
-    _compare_rows(folder, files)
-    return files
-
-
-def _compare_rows(folder: Path, files: list[Path]) -> None:
-    """Warn if a dataset has fewer rows than its info lists. `datasets` keeps the old number when rows are filtered."""
-    split = read_object(folder / _STATE).get("_split")
-    try:
-        expected = read_object(folder / _INFO)["splits"][split]["num_examples"]
-    except (KeyError, TypeError):
-        return
-    if not isinstance(expected, int) or not all(file.is_file() for file in files):
-        return
-    from zaya_jax.data.readers.tables import count_rows
-
-    rows = sum(count_rows(str(file)) for file in files)
-    if rows < expected:
-        print(
-            f"data: the saved dataset {folder} has {rows:,} rows, but {_INFO} says that split {split!r} has "
-            f"{expected:,}. Unless rows were filtered out, save or copy it again.",
-            file=sys.stderr,
-        )
+    return [folder / name for name in _names(folder / _STATE, names)]
 
 
 def _json(path: Path, key: str) -> list[Any]:
@@ -220,7 +199,8 @@ def _format(name: str, suffixes: tuple[str, ...]) -> str | None:
 
 
 def _known(suffixes: tuple[str, ...]) -> str:
-    return ", ".join([*itertools.chain(*FORMATS.values()), *suffixes])
+    found = ", ".join([*itertools.chain(*FORMATS.values()), *suffixes])
+    return f"{found} and, of files that are named, {', '.join(_NAMED)}"
 
 
 def _has_objects(path: Path, count: int) -> bool:

@@ -33,10 +33,10 @@ def count_pieces(file: str) -> int:
         return table.pieces
 
 
-def count_rows(file: str, stop: int | None = None) -> int:
-    """Count the rows of a file, or of its pieces before `stop`, without reading columns."""
+def _count_rows(file: str, stop: int) -> int:
+    """Count the rows of the pieces before `stop`, without reading columns."""
     with _open(file) as table:
-        return table.count_rows(table.pieces if stop is None else stop)
+        return table.count_rows(stop)
 
 
 def read_table(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
@@ -46,7 +46,7 @@ def read_table(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
         documents.require_pieces(unit, file, table.pieces, *table.noun)
         columns, before = check_columns(file, table.schema, field), 0
         is_pair = fields.is_pair(field, columns[0])
-        first = documents.FirstLine(lambda: 1 + count_rows(file, unit.start)) if unit.start else documents.FirstLine()
+        first = documents.FirstLine(lambda: 1 + _count_rows(file, unit.start)) if unit.start else documents.FirstLine()
         for batch, size in table.batches(unit, columns):
             place = {"size": size, "before": before, "first": first}
             yield from column_documents(batch, file=file, columns=columns, **place, is_pair=is_pair)
@@ -161,23 +161,21 @@ class _Arrow:
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
     """Return the columns to read: that of the field and, of conversations, all others, which may change their meaning.
 
-    `InputError` unless exactly one column has the name, and its type is text or lists.
+    `InputError` unless the file has each of them once, and the type of the first is text or lists.
     """
-    columns = f"its columns are {', '.join(map(repr, schema.names)) or 'none'}"
-    index = schema.get_field_index(fields.find_field(field, schema.names) or field)
-    if index < 0:
-        problem = "several columns" if field in schema.names else "no column"
-        hint = fields.suggest_chat(field, schema.names)
-        raise InputError(f"The file {file} has {problem} {field!r}; {columns}{hint}.")
-    name, kind = schema.names[index], schema.field(index).type
+    name = fields.find_field(field, schema.names) or field
+    fields.require_columns(file, field, schema.names, [name])
+    kind = schema.field(name).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not isinstance(kind, _LISTS):
         if kind not in _TEXTS:
             problem = f"has type {kind}, but must have text or lists"
-            raise InputError(f"The column {field!r} of the file {file} {problem}; {columns}.")
+            columns = ", ".join(map(repr, schema.names))
+            raise InputError(f"The column {name!r} of the file {file} {problem}; its columns are {columns}.")
         if not fields.is_pair(field, name):
             return [name]
-    return [name, *(other for other in schema.names if other != name and schema.names.count(other) == 1)]
+    fields.require_columns(file, field, schema.names, schema.names)
+    return [name, *(other for other in schema.names if other != name)]
 
 
 def column_documents(
