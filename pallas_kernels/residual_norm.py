@@ -32,10 +32,10 @@ class Cut(NamedTuple):
 class Inputs(NamedTuple):
     """Arrays of the forward pass, or references to them in a kernel."""
 
-    output_td: Any  # output of a sublayer, bf16 or fp32; None if the new stream is the stream
+    output_td: Any  # output of a sublayer, bf16 or fp32
     stream_td: Any  # residual stream, fp32
     vectors_d: Any  # scale and bias of the output, scale and bias of the stream; empty for a plain sum
-    weight_d: Any  # weight of the norm; None without a norm
+    weight_d: Any  # weight of the norm
 
 
 def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: Architecture) -> Cut:
@@ -61,7 +61,7 @@ def residual_norm_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the new residual stream [t, d], fp32, and its norm [t, d] in `dtype`, bf16 or fp32.
 
-    No input may be None; `eps` is added to the mean square.
+    `eps` is added to the mean square.
     """
     shape: tuple[int, int] = x.stream_td.shape
     cut = forward_cut(*shape, dtype, architecture)
@@ -70,20 +70,18 @@ def residual_norm_forward(
 
 
 def residual_norm_backward(
-    x: Inputs, d_new_td: jax.Array, d_normed_td: jax.Array | None, *, eps: float, architecture: Architecture
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Compute the gradients of the inputs of `residual_norm_forward`, also without an output, or without a norm.
+    x: Inputs, d_new_td: jax.Array, d_normed_td: jax.Array, *, eps: float, architecture: Architecture
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compute the gradients of the inputs of `residual_norm_forward`.
 
-    The gradient of the new stream is in fp32, that of the norm in its dtype, or None without a norm. Returns gradients
-    of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight, then
-    `vectors_d` in order. Without a norm its weight is left out, for a plain sum the vectors are.
+    The gradient of the new stream is in fp32, that of the norm in its dtype. Returns gradients of `output_td` and
+    `stream_td` in their dtypes, and of the parameters, fp32: the norm's weight, then `vectors_d` in order, [5, d], or
+    [1, d] for a plain sum.
     """
     tokens, width = x.stream_td.shape
-    elements = x.output_td if d_normed_td is None else d_normed_td
-    cut = backward_cut(tokens, width, (x.stream_td if elements is None else elements).dtype, architecture)
-    sums = (x.weight_d is not None) + (3 if x.vectors_d else 0)
-    like = jax.tree.map(lambda array: Out(array.shape, array.dtype), (x.output_td, x.stream_td))
-    out = (like, Out((cut.programs, sums, width), jnp.float32))
+    cut = backward_cut(tokens, width, d_normed_td.dtype, architecture)
+    like = tuple(Out(array.shape, array.dtype) for array in (x.output_td, x.stream_td))
+    out = (like, Out((cut.programs, 4 if x.vectors_d else 1, width), jnp.float32))
     kernel, arrays = functools.partial(_backward_kernel, cut, eps), (x, d_new_td, d_normed_td)
     grid = (cut.parts, cut.programs)
     (d_output, d_stream), partial_psd = launch(
@@ -92,9 +90,9 @@ def residual_norm_backward(
     sums_sd = partial_psd.sum(0)
     if x.vectors_d:
         # The gradient of a bias is the sum of its term's gradient, times the scale.
-        *d_weight, d_output_scale, d_stream_scale, d_sum = sums_sd
+        d_weight, d_output_scale, d_stream_scale, d_sum = sums_sd
         output_scale, _, stream_scale, _ = (v.astype(jnp.float32) for v in x.vectors_d)
-        sums_sd = jnp.stack([*d_weight, d_output_scale, d_sum * output_scale, d_stream_scale, d_sum * stream_scale])
+        sums_sd = jnp.stack([d_weight, d_output_scale, d_sum * output_scale, d_stream_scale, d_sum * stream_scale])
     return d_output, d_stream, sums_sd
 
 
@@ -124,12 +122,8 @@ def _place(step: jax.Array, part: jax.Array | int, cut: Cut, shape: tuple[int, i
     return _Place(row, column, (row < shape[0]) & (column < shape[1]))
 
 
-def _terms(
-    output: jax.Array | None, stream: jax.Array, vectors: list[jax.Array]
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+def _terms(output: jax.Array, stream: jax.Array, vectors: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return both terms before scaling, and the new stream."""
-    if output is None:
-        return None, stream, stream
     if not vectors:
         return output, stream, output + stream
     output_scale, output_bias, stream_scale, stream_bias = vectors
@@ -147,25 +141,19 @@ def _mean(x: jax.Array, width: int) -> jax.Array:
     return x.sum(1, keepdims=True) / width
 
 
-class _Norm(NamedTuple):
-    """Results of the norm for the backward pass of some rows and a part of the columns, fp32."""
+class _Part(NamedTuple):
+    """Inputs and intermediates of the backward pass for some rows and a part of the columns, fp32."""
 
+    place: _Place  # indices and mask
+    output: jax.Array  # the sublayer's output plus bias, before its scale
+    stream: jax.Array  # the old stream plus bias, before its scale
+    vectors: list[jax.Array]  # this part of the scales and biases
+    d_new: jax.Array  # gradient of the new stream
     exact: jax.Array  # the new stream, rounded to the norm's dtype
     d_normed: jax.Array  # gradient of the norm
     weighted: jax.Array  # `d_normed` times the norm's weight
     square: jax.Array  # this part's share of the mean of `exact`²
     along: jax.Array  # this part's share of the mean of `weighted` · `exact`
-
-
-class _Part(NamedTuple):
-    """Inputs of the backward pass for some rows and a part of the columns, fp32."""
-
-    place: _Place  # indices and mask
-    output: Any  # the sublayer's output plus bias, before its scale; None without one
-    stream: jax.Array  # the old stream plus bias, before its scale
-    vectors: list[jax.Array]  # this part of the scales and biases
-    d_new: jax.Array  # gradient of the new stream
-    norm: _Norm | None  # None without one
 
 
 def _forward_kernel(cut: Cut, eps: float, x: Inputs, new_ref: Any, normed_ref: Any) -> None:
@@ -183,43 +171,36 @@ def _backward_kernel(
     cut: Cut, eps: float, x: Inputs, d_new_ref: Any, d_normed_ref: Any, d_terms: Any, partial_ref: Any
 ) -> None:
     (output_ref, stream_ref, vector_refs, weight_ref), (d_output_ref, d_stream_ref) = x, d_terms
-    width = stream_ref.shape[1]
+    width, dtype = stream_ref.shape[1], d_normed_ref.dtype
     own, program = pl.program_id(0), pl.program_id(1)
 
     def read(number: jax.Array, part: jax.Array) -> _Part:
         place = _place(program * cut.steps + number, part, cut, stream_ref.shape)
         refs = output_ref, stream_ref, d_new_ref, d_normed_ref  # all loads are issued before the first sum
-        loaded: Any = [None if ref is None else place.load(ref) for ref in refs]
-        output, stream, d_new, d_normed = loaded
+        output, stream, d_new, d_normed = [place.load(ref) for ref in refs]
         vectors = [place.vector(ref) for ref in vector_refs]
         output, stream, new = _terms(output, stream, vectors)
-        if d_normed is None:
-            return _Part(place, output, stream, vectors, d_new, None)
-        dtype = d_normed_ref.dtype
         exact = _rounded(new, dtype)
         weighted = _rounded(d_normed * _rounded(place.vector(weight_ref), dtype), dtype)
-        of_norm = _Norm(exact, d_normed, weighted, _mean(exact * exact, width), _mean(weighted * exact, width))
-        return _Part(place, output, stream, vectors, d_new, of_norm)
+        means = _mean(exact * exact, width), _mean(weighted * exact, width)
+        return _Part(place, output, stream, vectors, d_new, exact, d_normed, weighted, *means)
 
     def step(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         def add(k: jax.Array, means: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            other: Any = read(number, (own + k) % cut.parts).norm
+            other = read(number, (own + k) % cut.parts)
             return means[0] + other.square, means[1] + other.along
 
-        none, terms = jnp.zeros((cut.rows, 1), jnp.float32), ()
-        square, along = jax.lax.fori_loop(1, cut.parts, add, (none, none)) if weight_ref is not None else (none, none)
+        none = jnp.zeros((cut.rows, 1), jnp.float32)
+        square, along = jax.lax.fori_loop(1, cut.parts, add, (none, none))
         part = read(number, own)
-        d_sum = part.d_new
-        if part.norm is not None:
-            root = jax.lax.rsqrt(square + part.norm.square + eps)
-            normed = part.norm.exact * root
-            d_sum += root * (part.norm.weighted - normed * ((along + part.norm.along) * root))
-            terms = (part.norm.d_normed * _rounded(normed, d_normed_ref.dtype),)
+        root = jax.lax.rsqrt(square + part.square + eps)
+        normed = part.exact * root
+        d_sum = part.d_new + root * (part.weighted - normed * ((along + part.along) * root))
+        terms = (part.d_normed * _rounded(normed, dtype),)
         scales = (part.vectors[0], part.vectors[2]) if part.vectors else (1.0, 1.0)
         if part.vectors:
             terms = (*terms, d_sum * part.output, d_sum * part.stream, d_sum)
-        if d_output_ref is not None:
-            part.place.store(d_output_ref, d_sum * scales[0])
+        part.place.store(d_output_ref, d_sum * scales[0])
         part.place.store(d_stream_ref, d_sum * scales[1])
         return tuple(total + term for total, term in zip(sums, terms, strict=True))
 

@@ -10,7 +10,6 @@ from zaya_jax import capture, capture_shapes
 from zaya_jax.errors import InputError
 from zaya_jax.model.router import choose_class
 from zaya_jax.model.tree import balancing_biases
-from zaya_jax.ops import LOCAL
 
 CONFIG = tiny_config("gqa")  # two positions in the period, two groups
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 7)), jnp.int32)
@@ -38,7 +37,7 @@ def test_layers_follow_one_another(model, captured):
     embedding, bias, scale = (np.asarray(x[...]) for x in (model.embedding, model.input_bias, model.input_scale))
     assert_close(captured["layers.args.x_bsd"][0], (embedding[TOKENS] + bias) * scale, 1e-6)
     norm = jax.tree.map(lambda x: x[0], model.blocks[0].attention_norm)
-    normed = norm(captured["layers.args.x_bsd"][0], jnp.float32, LOCAL)
+    normed = norm(captured["layers.args.x_bsd"][0], jnp.float32)
     assert_close(captured["layers.attention.args.h_bsd"][0], normed, 1e-6)
     assert len({captured["layers.attention"][index].tobytes() for index in range(CONFIG.num_layers)}) == 4
 

@@ -1,3 +1,6 @@
+import functools
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -5,10 +8,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import assert_close, packed_rows, seeds
-from zaya_jax.model.layers import ResidualScaling, RMSNorm, matrix, rotary_table, segment_positions
+from tests.helpers import assert_close, jit, packed_rows, seeds
+from zaya_jax.model.layers import (
+    Carrier,
+    ResidualScaling,
+    RMSNorm,
+    fused_merge,
+    matrix,
+    rotary_table,
+    segment_positions,
+)
 from zaya_jax.ops import LOCAL
-from zaya_jax.ops.residual_norm import merge
+from zaya_jax.ops.residual_norm import MergeVectors, merge
 
 positions_of = jax.jit(segment_positions)
 
@@ -47,7 +58,7 @@ def test_residual_scaling_adds_before_it_scales(seed):
     out, stream = (jnp.asarray(rng.normal(size=(2, 3, 6)), jnp.float32) for _ in range(2))
     expected = (out + drawn.hidden_bias[...]) * drawn.hidden_scale[...]
     expected += (stream + drawn.residual_bias[...]) * drawn.residual_scale[...]
-    assert_close(drawn(out, stream, LOCAL), expected, 1e-6)
+    assert_close(merge(out, stream, drawn.vectors), expected, 1e-6)
 
 
 @given(seed=seeds())
@@ -57,14 +68,40 @@ def test_a_plain_sum_is_residual_scaling_at_its_start(seed):
     for output in (jnp.asarray(out), jnp.asarray(out, jnp.bfloat16)):
         merged = merge(output, jnp.asarray(stream), None)
         chex.assert_type(merged, jnp.float32)
-        np.testing.assert_array_equal(merged, ResidualScaling(6)(output, jnp.asarray(stream), LOCAL))
+        np.testing.assert_array_equal(merged, merge(output, jnp.asarray(stream), ResidualScaling(6).vectors))
+
+
+@given(seed=seeds(), rows=st.integers(1, 5), width=st.integers(1, 40), scaled=st.booleans())
+def test_a_merge_computes_the_gradient_of_the_norm_after_it(seed, rows, width, scaled):
+    """In layers one after the other, that use each stream and its norm."""
+    rng = np.random.default_rng(seed)
+
+    def total(fused, weights, outputs, vectors, x):
+        structure, value = jax.tree.structure(RMSNorm(width, 1e-5)), 0.0
+        norms = [jax.tree.unflatten(structure, [weight]) for weight in weights]
+        carrier = Carrier(norms[0](x, x.dtype)) if fused else None
+        for norm, output, following in zip(norms, outputs, weights[1:], strict=False):
+            value += (jnp.sin(norm(x, x.dtype, carrier)) * x).sum()
+            terms = output, x, vectors
+            merged: Any = fused_merge(LOCAL, 1e-5, terms, following, carrier) if fused else (merge(*terms), None)
+            x, carrier = merged
+        return value + jnp.sin(norms[-1](x, x.dtype, carrier)).sum()
+
+    with jax.enable_x64(True):
+        weights, outputs, x, vectors = (
+            jnp.asarray(rng.normal(size=size)) for size in ((3, width), (2, rows, width), (rows, width), (4, width))
+        )
+        arrays = weights, outputs, MergeVectors(*vectors) if scaled else None, x
+        ours, theirs = (jit(jax.value_and_grad(functools.partial(total, fused), (0, 1, 2, 3)))(*arrays)
+                        for fused in (True, False))  # fmt: skip
+    assert_close(ours, theirs, 1e-9)
 
 
 def test_a_norm_has_its_weight_and_epsilon():
     norm = RMSNorm(4, 0.5)
     np.testing.assert_array_equal(norm.weight[...], 1)
     x = jnp.asarray([[1.0, -1.0, 1.0, 1.0]])
-    np.testing.assert_allclose(norm(x, jnp.float32, LOCAL), x / 1.5**0.5, rtol=1e-6)
+    np.testing.assert_allclose(norm(x, jnp.float32), x / 1.5**0.5, rtol=1e-6)
 
 
 def test_a_matrix_keeps_the_variance_of_its_input():

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
 from zaya_jax.model.attention import Attention, Context, KeyValues
-from zaya_jax.model.layers import param, recomputed
+from zaya_jax.model.layers import param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import rotate, unit
+from zaya_jax.ops.names import recomputed
 from zaya_jax.ops.precision import accumulation_dtype
 
 
@@ -33,12 +34,13 @@ class GQA(Attention):
         packed_bsnc = self.project(h_bsd).reshape(*h_bsd.shape[:2], -1, config.head_dim)
         q, k, v = jnp.split(packed_bsnc, [config.num_query_heads, config.num_query_heads + config.num_kv_heads], axis=2)
         if self.layer.attention == "gqa_qk_norm":
-            q, k = recomputed(_norm)(q, k, self.temperature[...])
-        turn, table = recomputed(_rotate), context.rotary[self.layer.rope_base]
-        q, k = turn(q, *table), turn(k, *table)
+            q, k = _norm(q, k, self.temperature[...])
+        table = context.rotary[self.layer.rope_base]
+        q, k = _rotate(q, *table), _rotate(k, *table)
         return self.attend(q, k, v, cache, context, ops)
 
 
+@recomputed
 def _norm(q_bshc: jax.Array, k_bskc: jax.Array, temperature_k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Scale each query to norm √c, and each key to √c times its head's temperature, in fp32, as CCA does."""
     dtype, exact = q_bshc.dtype, accumulation_dtype(q_bshc.dtype)
@@ -46,6 +48,7 @@ def _norm(q_bshc: jax.Array, k_bskc: jax.Array, temperature_k: jax.Array) -> tup
     return unit(q_bshc.astype(exact)).astype(dtype), k_bskc.astype(dtype)
 
 
+@recomputed
 def _rotate(x_bsnc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Apply RoPE in fp32; the result has the dtype of `x_bsnc`."""
     x_nbsc = x_bsnc.astype(accumulation_dtype(x_bsnc.dtype)).transpose(2, 0, 1, 3)

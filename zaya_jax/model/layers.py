@@ -1,6 +1,8 @@
 """Building blocks: parameters with a role, RMSNorm, residual scaling, RoPE tables."""
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -9,7 +11,8 @@ from flax import nnx
 
 from zaya_jax.model.hf_names import HfTensor, same
 from zaya_jax.ops import Ops
-from zaya_jax.ops.residual_norm import MergeVectors
+from zaya_jax.ops.norm import rms_norm
+from zaya_jax.ops.residual_norm import MergeVectors, merge
 
 MatrixRole = Literal["attention", "router", "expert"]
 Role = Literal[MatrixRole, "embedding", "convolution", "norm", "scale", "temperature", "bias"]
@@ -40,13 +43,12 @@ def matrix(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return shape[-2] ** -0.5 * jax.random.normal(key, shape, jnp.float32)
 
 
-def recomputed(function: Callable[..., Any], static: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """Wrap `function` so that its backward pass recomputes intermediates instead of storing them.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Carrier:
+    """Brings the gradient of a norm to the merge before it; its value is of no account."""
 
-    Use it for elementwise work, whose intermediates are much larger than its inputs. `prevent_cse` is not needed, since
-    the scan over layers already separates the passes.
-    """
-    return jax.checkpoint(function, prevent_cse=False, static_argnums=static)
+    value: jax.Array  # of the shape and dtype of the norm
 
 
 class RMSNorm(nnx.Module):
@@ -56,9 +58,19 @@ class RMSNorm(nnx.Module):
         self.weight = param(jnp.ones(size), "norm")
         self.eps = eps
 
-    def __call__(self, x: jax.Array, dtype: jax.typing.DTypeLike, ops: Ops) -> jax.Array:
-        """Normalize `x` along its last axis; the result has dtype `dtype`."""
-        return recomputed(ops.rms_norm, static=(2, 3))(x, self.weight[...], self.eps, jnp.dtype(dtype))
+    def __call__(self, x: jax.Array, dtype: jax.typing.DTypeLike, carrier: Carrier | None = None) -> jax.Array:
+        """Normalize `x` along its last axis, in `dtype`; the gradient of the result goes to `carrier`, if any."""
+        normed = rms_norm(x, self.weight[...], self.eps, dtype)
+        return normed if carrier is None else _with_gradient_of(carrier, normed)
+
+
+@jax.custom_vjp
+def _with_gradient_of(carrier: Carrier, normed: jax.Array) -> jax.Array:
+    del carrier
+    return normed
+
+
+_with_gradient_of.defvjp(lambda _, normed: (normed, None), lambda _, gradient: (Carrier(gradient), None))
 
 
 class ResidualScaling(nnx.Module):
@@ -79,11 +91,6 @@ class ResidualScaling(nnx.Module):
         vectors = (self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias)
         return MergeVectors(*(vector[...] for vector in vectors))
 
-    def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array, ops: Ops) -> jax.Array:
-        """The new stream, fp32."""
-        merge = recomputed(ops.residual_norm, static=(4, 5))
-        return merge(output_bsd, stream_bsd, self.vectors, None, 0.0, output_bsd.dtype)[0]
-
     @staticmethod
     def hf_tensors(sublayer: str, size: int) -> Iterator[HfTensor]:
         """Yield the module's tensors in a `transformers` folder; their names contain `sublayer`."""
@@ -92,17 +99,27 @@ class ResidualScaling(nnx.Module):
                 yield same(f"post_{sublayer}_residual_scale.{theirs}_{kind}", f"{term}_{kind}", size)
 
 
-def merged_and_normed(
-    into: Any, norm: RMSNorm, output_bsd: jax.Array | None, stream_bsd: jax.Array, dtype: Any, ops: Ops
-) -> tuple[jax.Array, jax.Array]:
-    """Merge an output into the residual stream and normalize the result, as one operation.
+Terms = tuple[jax.Array, jax.Array, MergeVectors | None]  # a sublayer's output, the residual stream, and their scaling
 
-    Without `into`, a `ResidualScaling`, the merge is a plain sum; without an output, there is none. Returns the new
-    residual stream, fp32, and its norm in `dtype`.
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def fused_merge(ops: Ops, eps: float, terms: Terms, weight_d: Any, carrier: Any) -> tuple[jax.Array, Any]:
+    """Merge an output into the residual stream, whose norm, of weight `weight_d`, the next layer computes.
+
+    Returns the new stream, fp32, and the `carrier` for that norm. One pass computes the gradients of merge and norm, as
+    it does inside a layer. Without a gradient, weight and carrier may be None.
     """
-    joined = recomputed(ops.residual_norm, static=(4, 5))
-    vectors = None if into is None else into.vectors
-    return joined(output_bsd, stream_bsd, vectors, norm.weight[...], norm.eps, jnp.dtype(dtype))
+    del ops, eps, weight_d
+    return merge(*terms), carrier
+
+
+def _merge_backward(ops: Ops, eps: float, saved: Any, gradients: tuple[jax.Array, Carrier]) -> tuple[Any, ...]:
+    d_new, d_normed = gradients[0], gradients[1].value
+    _, pullback = jax.vjp(lambda terms, weight_d: ops.residual_norm(*terms, weight_d, eps, d_normed.dtype), *saved)
+    return *pullback((d_new, d_normed)), None
+
+
+fused_merge.defvjp(lambda *arguments: (fused_merge(*arguments), arguments[2:4]), _merge_backward)
 
 
 def rotary_table(

@@ -19,15 +19,15 @@ from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import MixtureOfExperts
 from zaya_jax.model.gqa import GQA
 from zaya_jax.model.hf_names import HfTensor, same, within
-from zaya_jax.model.layers import ResidualScaling, RMSNorm, merged_and_normed, param, rotary_table, segment_positions
+from zaya_jax.model.layers import Carrier, ResidualScaling, RMSNorm, fused_merge, param, rotary_table, segment_positions
 from zaya_jax.model.packing import pack_small
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.cached_attention import count_kept, new_slots, write_slots
 from zaya_jax.ops.embedding import embed
 from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.parts import LAYERS, part
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.residual_norm import merge
 
 POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT),
@@ -74,6 +74,7 @@ class LayerOutput(NamedTuple):
     state_bsr: jax.Array  # of the router, for the next layer's
     counts_e: jax.Array  # int32 [e + 1], tokens of each class, skip last
     cache: Any  # decode state; None without one
+    carrier: Carrier | None  # for the next norm; None in decode
 
 
 class Block(nnx.Module):
@@ -88,22 +89,28 @@ class Block(nnx.Module):
         self.mixture = MixtureOfExperts(config, key_mixture)
         self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else None
 
-    def __call__(self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops) -> LayerOutput:
-        """Run the layer on the residual stream, with the router's state of the layer before and the decode state."""
+    def __call__(
+        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops, *norms: Any
+    ) -> LayerOutput:
+        """Run the layer on the residual stream, with the router's state of the layer before and the decode state.
+
+        In training, `norms` are the carrier for the norm before attention, and the weight of the norm after the layer.
+        """
+        carrier, following_d = norms or (None, None)
         dtype = self.attention.query.dtype
-        # The norm returns the stream too, so that one kernel sums the gradients of both uses.
         with part("norm"):
-            x_bsd, h_bsd = merged_and_normed(None, self.attention_norm, None, x_bsd, dtype, ops)
+            h_bsd = self.attention_norm(x_bsd, dtype, carrier)
         with part("attention"):
             out, cache = self.attention(h_bsd, context, cache, ops)
         with part("norm"):
-            x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
+            terms = out, x_bsd, self.attention_merge and self.attention_merge.vectors
+            x_bsd, h_bsd = ops.residual_norm(*terms, self.mixture_norm.weight[...], self.mixture_norm.eps, dtype)
         with part("experts"):
             mixed = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         with part("norm"):
-            into = self.mixture_merge
-            x_bsd = merge(mixed.out_bsd, x_bsd, None) if into is None else into(mixed.out_bsd, x_bsd, ops)
-        return LayerOutput(x_bsd, mixed.state_bsr, mixed.counts_e, cache)
+            terms = mixed.out_bsd, x_bsd, self.mixture_merge and self.mixture_merge.vectors
+            merged: Any = fused_merge(ops, self.mixture_norm.eps, terms, following_d, carrier)
+        return LayerOutput(merged[0], mixed.state_bsr, mixed.counts_e, cache, merged[1])
 
     @staticmethod
     def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:
@@ -187,15 +194,15 @@ class Zaya(nnx.Module):
             x_bsd = x_bsd.astype(accumulation_dtype(dtype))
             if config.residual_scaling:
                 x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
-        start = x_bsd, jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
+        start, carrier = (x_bsd, jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)), None
         with part(LAYERS):
             if cache is None:
-                x_bsd, counts = _scan(self.blocks, start, context, ops, remat)
+                x_bsd, counts, carrier = _scan(self.blocks, self.norm, start, dtype, context, ops, remat)
             else:
                 x_bsd, counts, cache = _decode(layer_blocks(self), start, context, ops, cache)
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
         with part("norm"):
-            hidden_bsd = self.norm(x_bsd, dtype, ops)
+            hidden_bsd = self.norm(x_bsd, dtype, carrier)
         return ModelOutput(hidden_bsd, stats, cache)
 
     def _context(
@@ -234,26 +241,35 @@ class Zaya(nnx.Module):
 Carry = tuple[jax.Array, jax.Array]  # residual stream and the router's state
 
 
-def _scan(blocks: Any, start: Carry, context: Context, ops: Ops, remat: Remat) -> tuple[jax.Array, jax.Array]:
-    """Run the stacked layers; returns the residual stream and the tokens per expert, [groups, layers of one, e + 1]."""
+def _scan(
+    blocks: Any, norm: RMSNorm, start: Carry, dtype: Any, context: Context, ops: Ops, remat: Remat
+) -> tuple[jax.Array, jax.Array, Carrier]:
+    """Run the stacked layers, which `norm` follows; `dtype` is that of activations.
+
+    Returns the residual stream, the tokens per expert, [groups, layers of one, e + 1], and the carrier for `norm`.
+    """
     packed, unpack = zip(*map(pack_small, blocks), strict=True)
 
-    def apply(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> LayerOutput:
-        return ops.gather_layer(unpack(packed))(x, state, context, None, ops)
+    def apply(unpack: Callable[[Any], Block], packed: Any, x: Any, state: Any, *norms: Any) -> LayerOutput:
+        return ops.gather_layer(unpack(packed))(x, state, context, None, ops, *norms)
 
     layers = [functools.partial(apply, function) for function in unpack]
     if remat != "none":  # unpacked again in the backward pass, so that only the scanned arrays are kept
         layers = [jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False) for layer in layers]
 
-    def group(carry: Carry, packed: tuple) -> tuple[Carry, jax.Array]:
-        (x, state), counts = carry, []
-        for layer, parameters in zip(layers, packed, strict=True):
-            x, state, count, _ = layer(parameters, x, state)
+    def group(carry: tuple[Any, ...], scanned: tuple) -> tuple[tuple[Any, ...], jax.Array]:
+        (x, state, carrier), counts = carry, []
+        for layer, parameters, following_d in zip(layers, *scanned, strict=True):
+            x, state, count, _, carrier = layer(parameters, x, state, carrier, following_d)
             counts.append(count)
-        return (x, state), jnp.stack(counts)
+        return (x, state, carrier), jnp.stack(counts)
 
-    (x_bsd, _), counts = ops.scan_layers(group, start, packed)
-    return x_bsd, counts
+    first_gd, *others_gd = (block.attention_norm.weight[...] for block in blocks)
+    following_gd = *others_gd, jnp.concatenate([first_gd[1:], norm.weight[...][None]])
+    with part("norm"):
+        carrier = Carrier(rms_norm(start[0], first_gd[0], norm.eps, dtype))
+    (x_bsd, _, carrier), counts = ops.scan_layers(group, (*start, carrier), (packed, following_gd))
+    return x_bsd, counts, carrier
 
 
 def _decode(
@@ -262,7 +278,7 @@ def _decode(
     """Run the layers one after another, since a scan would copy each layer's parameters and cache at each step."""
     (x_bsd, state_bsr), counts, layers = start, [], []
     for block, before in zip(blocks, cache.layers, strict=True):
-        x_bsd, state_bsr, count, after = ops.gather_layer(block)(x_bsd, state_bsr, context, before, ops)
+        x_bsd, state_bsr, count, after, _ = ops.gather_layer(block)(x_bsd, state_bsr, context, before, ops)
         counts.append(count)
         layers.append(after)
     return x_bsd, jnp.stack(counts), dataclasses.replace(cache, layers=tuple(layers))

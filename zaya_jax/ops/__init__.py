@@ -14,7 +14,6 @@ from zaya_jax.ops.attention import PartialAttention, attention, partial_attentio
 from zaya_jax.ops.cached_attention import cached_attention
 from zaya_jax.ops.cca_mix import Halo, cca_mix
 from zaya_jax.ops.experts import dispatch_experts
-from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.residual_norm import residual_norm
 from zaya_jax.ops.router import router
@@ -39,7 +38,6 @@ class Ops:
     # `ops.cached_attention.cached_attention`
     cached_attention: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]] = cached_attention
     cca_mix: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = cca_mix  # `ops.cca_mix.cca_mix`
-    rms_norm: Callable[..., jax.Array] = rms_norm  # `ops.norm.rms_norm`
     residual_norm: Callable[..., tuple[jax.Array, Any]] = residual_norm  # `ops.residual_norm.residual_norm`
     router: Callable[..., tuple[jax.Array, jax.Array]] = router  # `ops.router.router`
     experts: Callable[..., jax.Array] = dispatch_experts  # `ops.experts.dispatch_experts`

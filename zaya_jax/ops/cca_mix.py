@@ -24,7 +24,7 @@ from pallas_kernels.cca_mix_backward import cca_mix_backward
 from pallas_kernels.cca_mix_by_head import cca_mix_by_head
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
-from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.names import MATMUL_OUTPUT, recomputed
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -97,9 +97,7 @@ def cca_mix(x: MixInputs, parts: MixParts = ALL_PARTS) -> Heads:
 
     Returns q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsy`.
     """
-    # Recomputed in the backward pass, since intermediates are much larger than the arguments. The scan over layers
-    # already separates the passes, so `prevent_cse` is not needed.
-    return jax.checkpoint(functools.partial(_mix_reference, parts), prevent_cse=False)(x)
+    return recomputed(functools.partial(_mix_reference, parts))(x)
 
 
 def _mix_reference(parts: MixParts, x: MixInputs) -> Heads:

@@ -26,7 +26,7 @@ from pallas_kernels.grouped_swiglu import grouped_swiglu, grouped_swiglu_backwar
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.grouped_matmul import grouped_matmul, split
-from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.names import MATMUL_OUTPUT, recomputed
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
@@ -53,7 +53,7 @@ def dispatch_experts(
         sorted_td = permute(h_td, order, back)
     gate_up = grouped_matmul(sorted_td, gate_up_edf, sizes_e, **products)
     gate_up = checkpoint_name(gate_up, MATMUL_OUTPUT)
-    hidden_tf = jax.checkpoint(_swiglu, prevent_cse=False)(gate_up)
+    hidden_tf = _swiglu(gate_up)
     out_td = checkpoint_name(grouped_matmul(hidden_tf, down_efd, sizes_e, **products), MATMUL_OUTPUT)
     with part("dispatch"):
         return permute(out_td, back, order) * weight_t[:, None].astype(out_td.dtype)
@@ -65,6 +65,7 @@ def _sort(expert_t: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     return jnp.argsort(expert_t, stable=True), sizes_e
 
 
+@recomputed
 def _swiglu(gate_up: jax.Array) -> jax.Array:
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up

@@ -15,11 +15,10 @@ from jax.typing import DTypeLike
 from pallas_kernels.residual_norm import WIDEST, Inputs, residual_norm_backward, residual_norm_forward
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
+from zaya_jax.ops.names import recomputed
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.operation import DTYPES, ROWS, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
-
-Maybe = jax.Array | None
 
 
 class MergeVectors(NamedTuple):
@@ -44,55 +43,47 @@ def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: Vectors) -> jax
     return output_bsd + (stream_bsd + exact.residual_bias_d) * exact.residual_scale_d
 
 
+@functools.partial(recomputed, static_argnums=(4, 5))
 def residual_norm(
-    output_bsd: Maybe, stream_bsd: jax.Array, vectors: Vectors, weight_d: Maybe, eps: float, dtype: DTypeLike
-) -> tuple[jax.Array, Maybe]:
+    output_bsd: jax.Array, stream_bsd: jax.Array, vectors: Vectors, weight_d: jax.Array, eps: float, dtype: DTypeLike
+) -> tuple[jax.Array, jax.Array]:
     """Merge an output into the residual stream, and normalize the result.
 
     Args:
-      output_bsd: output of the sublayer, with any leading axes; None for no merge.
+      output_bsd: output of the sublayer, with any leading axes.
       stream_bsd: residual stream, fp32 (float64 in double precision).
-      vectors: scales and biases of both terms; None for a plain sum, or without an output.
-      weight_d: weight of the norm; None for no norm.
+      vectors: scales and biases of both terms; None for a plain sum.
+      weight_d: weight of the norm.
       eps: added to the mean square of a row.
       dtype: dtype of the norm; the stream is rounded to it first (`rms_norm`).
 
     Returns:
-      The new residual stream in its dtype, and its norm in `dtype`, None without one; both of the stream's shape.
+      The new residual stream in its dtype, and its norm in `dtype`; both of the stream's shape.
     """
-    new_bsd = stream_bsd if output_bsd is None else merge(output_bsd, stream_bsd, vectors)
-    return new_bsd, None if weight_d is None else rms_norm(new_bsd, weight_d, eps, dtype)
+    new_bsd = merge(output_bsd, stream_bsd, vectors)
+    return new_bsd, rms_norm(new_bsd, weight_d, eps, dtype)
 
 
 def _unsupported(
-    _architecture: str, output: Maybe, stream: jax.Array, vectors: Vectors, weight: Maybe, _eps: float, dtype: DTypeLike
+    _architecture: str, output: jax.Array, stream: jax.Array, vectors: Vectors, weight: jax.Array, *static: Any
 ) -> str:
-    width = stream.shape[-1] if stream.ndim else 0
-    outputs, parameters = ([x for x in arrays if x is not None] for arrays in ((output,), (weight, *(vectors or ()))))
-    kinds = [jnp.dtype(kind) for kind in (*(x.dtype for x in outputs), dtype, *(x.dtype for x in parameters))]
+    _eps, dtype = static
+    width, parameters = stream.shape[-1] if stream.ndim else 0, (weight, *(vectors or ()))
+    kinds = [jnp.dtype(kind) for kind in (output.dtype, dtype, *(x.dtype for x in parameters))]
     if stream.dtype != jnp.float32 or not {*kinds} <= {*DTYPES}:
         others = f"{stream.dtype} with {', '.join(kind.name for kind in kinds)} (output, norm, parameters)"
         return f"The residual-norm kernel supports bfloat16 and float32 with a float32 stream, not {others}."
-    if {x.shape for x in outputs} - {stream.shape} or not 1 <= width <= WIDEST or stream.size == 0:
+    if output.shape != stream.shape or not 1 <= width <= WIDEST or stream.size == 0:
         return (f"The residual-norm kernel needs output and stream of the same shape, with at least one row of 1 to "
-                f"{WIDEST} elements, not {outputs[0].shape if outputs else None} and {stream.shape}.")  # fmt: skip
+                f"{WIDEST} elements, not {output.shape} and {stream.shape}.")  # fmt: skip
     if shapes := {x.shape for x in parameters} - {(width,)}:
         return f"The residual-norm kernel needs vectors of shape {(width,)}, not {', '.join(map(str, shapes))}."
     return ""
 
 
-def _kernel(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, Maybe]:
-    _, _, vectors, weight, _, _ = arguments
-    if weight is None and vectors is None:  # at most a sum
-        return residual_norm(*arguments)
-    return _residual_norm(architecture, *arguments)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
-def _residual_norm(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, Maybe]:
+def _kernel(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, jax.Array]:
     output, stream, vectors, weight, eps, dtype = arguments
-    if output is None or weight is None:  # XLA makes one pass of a merge or a norm alone, but not of its gradient
-        return residual_norm(*arguments)
     inputs = _inputs(output, stream, vectors, weight)
     new, normed = residual_norm_forward(inputs, eps=eps, dtype=dtype, architecture=architecture)
     return new.reshape(stream.shape), normed.reshape(stream.shape)
@@ -102,49 +93,35 @@ def _inputs(output: Any, stream: Any, vectors: Any, weight: Any) -> Inputs:
     return Inputs(_rows(output), _rows(stream), tuple(vectors or ()), weight)
 
 
-def _forward(architecture: Architecture, *arguments: Any) -> tuple:
-    return _residual_norm(architecture, *arguments), arguments[:4]
-
-
 def _backward(
     architecture: Architecture, eps: float, _dtype: DTypeLike, saved: tuple[Any, ...], gradients: tuple
 ) -> tuple:
     output, stream, vectors, weight = saved
     inputs, rows = _inputs(*saved), map(_rows, gradients)
     d_output, d_stream, d_parameters = residual_norm_backward(inputs, *rows, eps=eps, architecture=architecture)
-    gradient = iter(d_parameters)
-    d_weight = None if weight is None else next(gradient).astype(weight.dtype)
+    d_weight, *d_vectors = d_parameters
     if vectors is not None:
-        vectors = MergeVectors(*(d.astype(vector.dtype) for d, vector in zip(gradient, vectors, strict=True)))
-    if d_output is not None:
-        d_output = d_output.reshape(output.shape)
-    return d_output, d_stream.reshape(stream.shape), vectors, d_weight
+        vectors = MergeVectors(*(d.astype(vector.dtype) for d, vector in zip(d_vectors, vectors, strict=True)))
+    return d_output.reshape(output.shape), d_stream.reshape(stream.shape), vectors, d_weight.astype(weight.dtype)
 
 
-_residual_norm.defvjp(_forward, _backward)
+_kernel.defvjp(lambda *arguments: (_kernel(*arguments), arguments[1:5]), _backward)
 
 
-def _rows(x: Any) -> Any:
-    return None if x is None else x.reshape(-1, x.shape[-1])
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
-    def run(merged: bool, normed: bool, residual_norm: Any, *arrays: jax.Array) -> Any:
-        dtype, exact = arrays[0].dtype, accumulation_dtype(arrays[0].dtype)
-        output, (stream, *vectors) = (arrays[0], arrays[1:]) if merged else (None, arrays)
-        scales = MergeVectors(*(vector.astype(exact) for vector in vectors[:4])) if merged else None
-        weight = vectors[-1] if normed else None
-        return tuple(
-            filter(lambda x: x is not None, residual_norm(output, stream.astype(exact), scales, weight, 1e-5, dtype))
-        )
+    d = model.hidden_size
 
-    def check(merged: bool, normed: bool) -> Check:
-        d = model.hidden_size
-        rows, vectors = [Input((ROWS, d))] * (1 + merged), [Input((d,), 0.1, 1.0), Input((d,), 0.1)] * 2 * merged
-        return Check(functools.partial(run, merged, normed), (*rows, *vectors, *[Input((d,))] * normed), len(rows))
+    def run(residual_norm: Any, output: jax.Array, stream: jax.Array, *parameters: jax.Array) -> Any:
+        exact, (*vectors, weight) = accumulation_dtype(output.dtype), parameters
+        scales = MergeVectors(*(vector.astype(exact) for vector in vectors))
+        return residual_norm(output, stream.astype(exact), scales, weight, 1e-5, output.dtype)
 
-    kinds = {"": (True, True), ", merge alone": (True, False), ", norm alone": (False, True)}
-    return {f"residual_norm{kind}": check(*parts) for kind, parts in kinds.items()}
+    rows, vectors = [Input((ROWS, d))] * 2, [Input((d,), 0.1, 1.0), Input((d,), 0.1)] * 2
+    return {"residual_norm": Check(run, (*rows, *vectors, Input((d,))), 2)}
 
 
 def _shape(_output: Any, stream: jax.Array, *_: Any) -> tuple[int, ...]:

@@ -44,13 +44,7 @@ def test_emulated_ports_pass_the_tests_of_the_pallas_kernels(name):
 from tests.lab.compilers import ports
 ports.install(ports.emulated)
 import pytest
-from zaya_jax.config import load_config
-from zaya_jax.ops.registry import check_operations
-from zaya_jax.ops.target import Target
 status = pytest.main([*{tests}, "-q", "-p", "no:cacheprovider"])
-if {name!r} == "residual_norm":  # merges and norms alone, too
-    model = load_config("configs/tiny.yaml", ["model.hidden_size=64"]).model
-    assert "failed" not in check_operations(Target("interpret", "any"), model, names=[{name!r}])
 print("used", *ports.used)
 raise SystemExit(status)"""
     # Triton's own functions are compiled or emulated when imported.

@@ -51,12 +51,11 @@ def residual_norm_backward(
 ):  # fmt: skip
     """One program for `steps` × `rows` tokens, of whole rows; it writes its sums for the gradients of the parameters.
 
-    Without an output its gradient is None, too; without a norm its weight and gradient are, and in a plain sum, or a
-    norm alone, the four vectors. What is None has no sums.
+    In a plain sum the four vectors are None, and have no sums.
     """
     program = tl.program_id(0)
     column = tl.arange(0, lanes)[None, :]
-    sums: tl.constexpr = (0 if weight is None else 1) + (0 if output_scale is None else 3)
+    sums: tl.constexpr = 1 if output_scale is None else 4
     if output_scale is not None:
         scale_of_output = _vector_at(output_scale, column, width)
         scale_of_stream = _vector_at(stream_scale, column, width)
@@ -66,42 +65,36 @@ def residual_norm_backward(
         row = ((program * steps + step) * rows + tl.arange(0, rows))[:, None]
         inside = (row < tokens) & (column < width)
         old = _rows_at(stream, row, column, inside, width)
-        new = old
-        if output is not None:
-            out = _rows_at(output, row, column, inside, width)
-            new = old + out
+        out = _rows_at(output, row, column, inside, width)
+        new = old + out
         if output_scale is not None:
             out, old = out + _vector_at(output_bias, column, width), old + _vector_at(stream_bias, column, width)
             new = out * scale_of_output + old * scale_of_stream
         d_sum = _rows_at(d_new, row, column, inside, width)
-        if weight is not None:
-            dtype = d_normed.dtype.element_ty
-            gradient = _rows_at(d_normed, row, column, inside, width)
-            exact = new.to(dtype).to(tl.float32)
-            weighted = (gradient * _vector_at(weight, column, width).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-            square = tl.sum(exact * exact, axis=1, keep_dims=True) / width
-            along = tl.sum(weighted * exact, axis=1, keep_dims=True) / width
-            root = tl.rsqrt(square + eps)
-            normed = exact * root
-            d_sum += root * (weighted - normed * (along * root))
-            d_weight += gradient * normed.to(dtype).to(tl.float32)
+        dtype = d_normed.dtype.element_ty
+        gradient = _rows_at(d_normed, row, column, inside, width)
+        exact = new.to(dtype).to(tl.float32)
+        weighted = (gradient * _vector_at(weight, column, width).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        square = tl.sum(exact * exact, axis=1, keep_dims=True) / width
+        along = tl.sum(weighted * exact, axis=1, keep_dims=True) / width
+        root = tl.rsqrt(square + eps)
+        normed = exact * root
+        d_sum += root * (weighted - normed * (along * root))
+        d_weight += gradient * normed.to(dtype).to(tl.float32)
         d_out, d_old = d_sum, d_sum
         if output_scale is not None:
             d_out, d_old = d_sum * scale_of_output, d_sum * scale_of_stream
             d_output_scale += d_sum * out
             d_stream_scale += d_sum * old
             d_sums += d_sum
-        if output is not None:
-            tl.store(d_output + row * width + column, d_out.to(output.dtype.element_ty), mask=inside)
+        tl.store(d_output + row * width + column, d_out.to(output.dtype.element_ty), mask=inside)
         tl.store(d_stream + row * width + column, d_old, mask=inside)
     place, exists = partial_sums + program * sums * width + column, column < width
-    if weight is not None:
-        tl.store(place, tl.sum(d_weight, axis=0, keep_dims=True), mask=exists)
-        place += width
+    tl.store(place, tl.sum(d_weight, axis=0, keep_dims=True), mask=exists)
     if output_scale is not None:
-        tl.store(place, tl.sum(d_output_scale, axis=0, keep_dims=True), mask=exists)
-        tl.store(place + width, tl.sum(d_stream_scale, axis=0, keep_dims=True), mask=exists)
-        tl.store(place + 2 * width, tl.sum(d_sums, axis=0, keep_dims=True), mask=exists)
+        tl.store(place + width, tl.sum(d_output_scale, axis=0, keep_dims=True), mask=exists)
+        tl.store(place + 2 * width, tl.sum(d_stream_scale, axis=0, keep_dims=True), mask=exists)
+        tl.store(place + 3 * width, tl.sum(d_sums, axis=0, keep_dims=True), mask=exists)
 
 
 @triton.jit
