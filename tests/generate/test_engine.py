@@ -4,6 +4,7 @@ import functools
 import re
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -206,3 +207,10 @@ def test_a_step_does_not_copy_the_cache():
     shape = ",".join(map(str, engine()._state.cache.layers[0].kv.k_btx.shape))
     assert f"f32[{shape}]" in text
     assert not re.findall(rf"= f32\[{shape}\]\S* (?:copy|transpose)\(.*", text)
+
+
+@pytest.mark.parametrize(("platform", "length", "rows"), [("cpu", 64, 1), ("cuda", 2**14, 8), ("rocm", 2**14 + 1, 2)])
+def test_products_on_gpus_have_the_rows_that_xla_would_pad_them_to(platform, length, rows):
+    devices = np.array([SimpleNamespace(platform=platform)])
+    made = SimpleNamespace(placement=SimpleNamespace(mesh=SimpleNamespace(devices=devices)))
+    assert Engine._least_rows(made, length) == rows
