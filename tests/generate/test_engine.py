@@ -4,7 +4,6 @@ import functools
 import re
 import sys
 from collections import Counter
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from tests.generate.engine_helpers import CHUNK, compilations, fast_engine, patc
 from tests.helpers import random_model, tiny_config
 from zaya_jax.errors import InputError
 from zaya_jax.generate import engine as module
-from zaya_jax.generate.engine import Engine, make_rows
+from zaya_jax.generate.engine import Engine, least_rows, make_rows
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.steps import BLOCK
 
@@ -211,6 +210,4 @@ def test_a_step_does_not_copy_the_cache():
 
 @pytest.mark.parametrize(("platform", "length", "rows"), [("cpu", 64, 1), ("cuda", 2**14, 8), ("rocm", 2**14 + 1, 2)])
 def test_products_on_gpus_have_the_rows_that_xla_would_pad_them_to(platform, length, rows):
-    devices = np.array([SimpleNamespace(platform=platform)])
-    made = SimpleNamespace(placement=SimpleNamespace(mesh=SimpleNamespace(devices=devices)))
-    assert Engine._least_rows(made, length) == rows
+    assert least_rows(platform, length) == rows

@@ -130,7 +130,7 @@ class Engine:
         require(1 <= length <= most, "length", length, f"from 1 to {most}, the model's positions")
         self._shards = batch_shards(self.placement.mesh)
         length = min(capacity_class(length), most)
-        own = max(-(-slots // self._shards), self._least_rows(length))
+        own = max(-(-slots // self._shards), least_rows(jax.local_devices()[0].platform, length))
         slots = own * self._shards
         needed = state_bytes(self._model, slots, length, self.placement)
         _check_memory(slots, length, needed)
@@ -141,16 +141,6 @@ class Engine:
         self._running: dict[int, int] = {}  # slot → handle
         # Shards take turns, so that requests are spread over them.
         self._free = collections.deque(shard * own + index for index in range(own) for shard in range(self._shards))
-
-    def _least_rows(self, length: int) -> int:
-        """Return the smallest number of slots of a device.
-
-        XLA pads products of fewer than eight rows on GPUs, one by one, and multiplies a single row elementwise, which
-        writes all products. Where the cache would be large, two rows avoid the latter.
-        """
-        if self.placement.mesh.devices.flat[0].platform == "cpu":
-            return 1
-        return 8 if 8 * length <= _PADDED_CACHE else 2
 
     @functools.cached_property
     def _compiled(self) -> tuple[list[jax.Array], Programs]:
@@ -327,6 +317,17 @@ def capacity_class(length: int) -> int:
     """Round up to a class of capacities: four for each power of two, since a step reads the whole cache."""
     step = max(LEAST, 1 << (length - 1).bit_length()) // 4
     return -(-length // step) * step
+
+
+def least_rows(platform: str, length: int) -> int:
+    """Return the smallest number of slots of a device, for this length.
+
+    XLA pads products of fewer than eight rows on GPUs, one by one. It multiplies a single row elementwise, which writes
+    all products: two rows avoid that where the cache of eight would be large.
+    """
+    if platform == "cpu":
+        return 1
+    return 8 if 8 * length <= _PADDED_CACHE else 2
 
 
 def _check_tokens(what: str, tokens: Iterable[int], config: ModelConfig) -> None:
