@@ -4,6 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import io
+import json
+import re
+import sys
 
 import jax
 import pytest
@@ -130,8 +133,9 @@ def test_samples_have_seeds_of_their_own_and_flags_set_how_they_are_drawn(opened
     assert "".join(line.split("  ")[-1].strip("'") for line in lines[1:]) == written(opened, 3)
 
 
-def test_a_conversation_in_the_terminal(opened, calls, capsys, monkeypatch):
-    inputs = iter(["the model", "", "/reset", "the rows"])
+def typed(monkeypatch, *lines):
+    """Type lines into the terminal, then end the input."""
+    inputs = iter(lines)
 
     def ask(prompt):
         print(prompt, end="")
@@ -141,11 +145,108 @@ def test_a_conversation_in_the_terminal(opened, calls, capsys, monkeypatch):
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", ask)
-    assert main(["RUN", "--chat", "--max-new-tokens", "4", "--system", "Be brief."]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Type a message.")
+
+
+CHAT = ["RUN", "--chat", "--max-new-tokens", "4"]
+
+
+def test_a_conversation_in_the_terminal(opened, calls, capsys, monkeypatch):
+    typed(monkeypatch, "the model", "", "/reset", "the rows")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([*CHAT, "--system", "Be brief."]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith("Type a message, or /help.")
     assert lines[1:] == [f"> {written(opened, 0)}", "> > A new conversation.", f"> {written(opened, 1)}", "> "]
     assert [call["most"] for call in calls] == [4, 4]
+    assert len(re.findall(r"^\[4 tokens, [\d.]+ tokens/s\]$", err, re.M)) == 2
+
+
+def test_commands_change_save_and_continue_a_conversation(opened, calls, capsys, monkeypatch, tmp_path):
+    tool, file = {"type": "function", "function": {"name": "add", "parameters": {}}}, tmp_path / "chat.json"
+    (tmp_path / "tools.json").write_text(json.dumps([tool]))
+    typed(
+        monkeypatch,
+        "/help",
+        f"/tools {tmp_path}/tools.json",
+        "/system Be kind.",
+        "the model",
+        f"/save {file}",
+        f"/save {file}",
+        "/system",
+        "/tools",
+        "the rows",
+    )
+    assert main(CHAT) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{command}" in out for command in ("/reset ", "/system TEXT ", "/tools FILE ", "/save FILE "))
+    assert out.count(f"Saved 3 messages to {file}.") == 2  # a conversation may replace itself
+    system, asked, answer = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "the model"},
+        {"role": "assistant", "content": written(opened, 0)},
+    ]
+    assert json.loads(file.read_text()) == {"messages": [system, asked, answer], "tools": [tool]}
+    first, second = (opened.tokenizer.decode(call["rows"][0]) for call in calls)
+    assert '"name": "add"' in first
+    assert "Be kind." in first
+    assert not {'"name": "add"', "Be kind."} & {part for part in ('"name": "add"', "Be kind.") if part in second}
+    typed(monkeypatch, f"/load {file}", "the rows", f"/save {file}", f"/save {tmp_path}/tools.json")
+    assert main(CHAT) == 0
+    out = capsys.readouterr().out
+    assert f"Continuing {file}: 3 messages." in out
+    assert f"Error: {tmp_path}/tools.json exists. Choose another name" in out
+    assert len(json.loads(file.read_text())["messages"]) == 5
+    continued = opened.tokenizer.decode(calls[2]["rows"][0])
+    assert continued.startswith(first)
+    assert f"{written(opened, 0)}<|im_end|>" in continued
+
+
+def test_commands_that_are_wrong_say_so_and_the_conversation_goes_on(opened, calls, capsys, monkeypatch, tmp_path):
+    (tmp_path / "a").write_text(
+        json.dumps([{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "a"}])
+    )
+    (tmp_path / "b").write_text('{"rows": 1}')
+    typed(
+        monkeypatch,
+        "/tolls x",
+        "/save",
+        f"/save {tmp_path}/c",
+        f"/load {tmp_path}/a",
+        f"/load {tmp_path}/b",
+        f"/tools {tmp_path}/b",
+        f"/tools {tmp_path}/c",
+        "/etc/hosts is what?",
+        f"/save {tmp_path}/c/d",
+    )
+    assert main(CHAT) == 0
+    errors = [line for line in capsys.readouterr().out.splitlines() if "Error: " in line]
+    messages = [
+        "There is no command /tolls",
+        "/save needs a file",
+        "There is no answer yet",
+        "The conversation has '<|im_end|>'",
+        "This is no conversation: ",
+        "These are no tools: ",
+        "c cannot be read",
+        "c/d cannot be written",
+    ]
+    assert len(errors) == len(messages)
+    assert all(message in error for message, error in zip(messages, errors, strict=True))
+    assert len(calls) == 1
+
+
+def test_an_unfinished_character_is_never_shown(opened, capsys, monkeypatch):
+    whole = opened.tokenizer.encode("the é")
+    cut = next(size for size in range(len(whole)) if opened.tokenizer.decode(whole[:size]).endswith("\ufffd"))
+
+    def continuations(*_, **__):
+        yield [Continuation(whole[:cut], [0.0] * cut, stopped=False)]
+
+    monkeypatch.setattr(text, "continuations", continuations)
+    typed(monkeypatch, "the model")
+    assert main(["RUN", "--chat", "--max-new-tokens", str(cut)]) == 0
+    assert "> the \n" in capsys.readouterr().out
 
 
 def test_what_stops_an_answer_does_not_end_the_conversation(opened, monkeypatch, capsys):

@@ -17,7 +17,7 @@ from tests.generate.engine_helpers import CHUNK, compilations, fast_engine, patc
 from tests.helpers import random_model, tiny_config
 from zaya_jax.errors import InputError
 from zaya_jax.generate import engine as module
-from zaya_jax.generate.engine import Engine, make_rows
+from zaya_jax.generate.engine import Engine, least_rows, make_rows
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.steps import BLOCK
 
@@ -206,3 +206,8 @@ def test_a_step_does_not_copy_the_cache():
     shape = ",".join(map(str, engine()._state.cache.layers[0].kv.k_btx.shape))
     assert f"f32[{shape}]" in text
     assert not re.findall(rf"= f32\[{shape}\]\S* (?:copy|transpose)\(.*", text)
+
+
+@pytest.mark.parametrize(("platform", "length", "rows"), [("cpu", 64, 1), ("cuda", 2**14, 8), ("rocm", 2**14 + 1, 2)])
+def test_products_on_gpus_have_the_rows_that_xla_would_pad_them_to(platform, length, rows):
+    assert least_rows(platform, length) == rows

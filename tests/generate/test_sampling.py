@@ -98,3 +98,11 @@ def test_a_row_is_drawn_as_if_the_others_had_its_settings(samplings, seed):
     for row, sampling in enumerate(samplings):
         alike = _draw(logits, keys, of_rows([sampling] * 3), occurred)
         np.testing.assert_array_equal([x[row] for x in together], [x[row] for x in alike])
+
+
+@given(scores=st.lists(st.lists(st.sampled_from([-2.5, 0.0, 1.5, float("-inf")]), min_size=7, max_size=7), min_size=1))
+def test_the_likeliest_token_is_the_first_of_the_highest_logits(scores):
+    scores = np.array(scores, np.float32)
+    greedy = Sampling(*(jnp.full(len(scores), value) for value in Sampling()))
+    tokens, _ = draw(jnp.array(scores), jax.random.split(jax.random.key(0), len(scores)), greedy, scores > 9)
+    assert tokens.tolist() == scores.argmax(-1).tolist()

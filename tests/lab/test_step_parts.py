@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from tests.devices_helpers import ROOT, on_devices
 from tests.hardware.test_measurements import COLLECTIVES, GEMM, MEMORY, fit, write
 from tests.lab.helpers import empty_state
-from tests.train_helpers import write_run
+from tests.train_helpers import fast_jit, write_run
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import heldout
-from zaya_jax.generate.compiled import compile_generation
+from zaya_jax.generate import steps
 from zaya_jax.generate.steps import BLOCK
-from zaya_jax.lab.measure import step_parts as module
 from zaya_jax.lab.measure.step_parts import check_largest_batch, trace_rows
 from zaya_jax.lab.measure.step_trace import Interval, Trace, attribute
 from zaya_jax.lab.predict.dry_run import memory
@@ -184,27 +183,18 @@ def test_a_prompt_and_a_decode_step_are_broken_down(monkeypatch, tmp_path, capsy
     config, output, png = write_run(tmp_path), tmp_path / "step.json", tmp_path / "step.png"
     step = ["step", str(config), "model.max_positions=512", "model.num_layers=1"]
     assert main([*step, "--work", "decode", "--prompt", "4096"]) == 2
-    assert "exceeds model.max_positions=512" in capsys.readouterr().err
-    programs, asked = functools.cache(lambda: compile_generation(*models, 2, 70, 5)), []
-    models = []
-
-    def compiled(model, *sizes):  # once: prefill's programs are among those of decoding
-        models[:] = [model]
-        asked.append(sizes)
-        return programs()
-
-    monkeypatch.setattr(module, "compile_generation", compiled)
+    assert "4096 tokens of prompts, rounded up to whole chunks, and 144 new ones exceed" in capsys.readouterr().err
+    monkeypatch.setattr(steps, "_jit", fast_jit)
     arguments = [*step, "--batch", "2", "--prompt", "70", "--steps", "2"]
-    for work, steps in (("prefill", 2), ("decode", 2 * BLOCK)):
+    for work, count in (("prefill", 2), ("decode", 2 * BLOCK)):
         assert main([*arguments, "--work", work, "--output", str(output), "--png", str(png)]) == 0
         result = json.loads(output.read_text())
-        assert (result["steps"], result["benchmark"].split()[0]) == (steps, work)
-        assert "2 × 96 tokens" in result["size"]  # rounded up to a whole chunk
+        assert (result["steps"], result["benchmark"].split()[0]) == (count, work)
+        assert "2 × 70 tokens" in result["size"]
         assert {"attention", "cca_mix", "experts", "router", "loss"} <= set(result["parts"]) <= {*PARTS, OTHER}
         measured = sum(row["measured"] for row in result["parts"].values())
         assert measured + result["unattributed"] == pytest.approx(result["seconds"], abs=1e-4)
         assert png.read_bytes()[:4] == b"\x89PNG"
-    assert asked == [(2, 70, 0, None), (2, 70, 5, None)]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import chex
 import jax
@@ -379,3 +381,15 @@ def test_patterns_of_one_kind_of_layer_share_a_program():
     sliding = tiny_config("sliding", layer_pattern=("sliding", "sliding"))
     assert (len(sliding.period), sliding.num_groups) == (1, 4)
     assert len(abstract_model(sliding).blocks) == 1
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 8), (17,)])
+def test_the_head_of_few_rows_is_that_of_many(shape):
+    model = random_model(tiny_config())
+    hidden = jax.random.normal(jax.random.key(0), (*shape, model.config.hidden_size))
+    expected = np.asarray(hidden, np.float64) @ np.asarray(model.embedding[...], np.float64).T
+    np.testing.assert_allclose(head(model, hidden), expected, rtol=0, atol=1e-5)
+    text = jax.jit(head).trace(model, hidden).lower(lowering_platforms=("cuda",)).as_text()
+    (rows,) = re.findall(r"dot_general.*: \(tensor<([\dx]+)xf32>", text)
+    padded = math.prod(shape) + -math.prod(shape) % 8 if math.prod(shape) <= 16 else math.prod(shape)
+    assert math.prod(map(int, rows.split("x")[:-1])) == padded  # not one row, which would cast the head

@@ -4,7 +4,6 @@ import argparse
 import collections
 import functools
 import itertools
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import keep_compilations
-from zaya_jax.run.command_output import Unescaped, is_output_read, prepare_streams, run_command
+from zaya_jax.run.command_output import Unescaped, is_output_read, prepare_streams, run_command, undecoded
 from zaya_jax.run.files import read_text
 from zaya_jax.run.options import MODEL_PATH
 from zaya_jax.run.parser import Parser
@@ -25,7 +24,6 @@ _EXAMPLES = """examples:
   python -m zaya_jax.generate exported/ --chat --temperature 0.6 --top-p 0.95
   python -m zaya_jax.generate exported/ --file book.txt --samples 4 --data 4 --context 2   # on eight devices"""
 Encode = Callable[[str], list[int]]
-_CHAT_HELP = "Type a message. /reset starts a new conversation, Ctrl-C stops an answer, Ctrl-D leaves."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +54,7 @@ def _parser() -> Parser:
     flag("--prompt", help="text to continue; can be given several times", **texts)
     flag("--message", help="message to answer, through the chat template; can be given several times", **texts)
     flag("--file", metavar="FILE", help="file with one prompt")
-    flag("--chat", action="store_true", help="hold a conversation in the terminal")
+    flag("--chat", action="store_true", help="hold a conversation in the terminal; /help lists its commands")
     flag("--system", metavar="TEXT", help="system message (with --chat or --message)")
     number("--max-new-tokens", 256, "largest number of new tokens")
     number("--samples", 1, "continuations of each prompt")
@@ -94,6 +92,7 @@ def _run(options: argparse.Namespace) -> None:
     opened = opened._replace(model=unrolled(opened.model), sampling=opened.sampling._replace(**flags))
     opened.sampling.check("--")
     from zaya_jax.generate.chat import Chat
+    from zaya_jax.generate.terminal import converse
     from zaya_jax.generate.text import encode_prompt
 
     encode: Encode = functools.partial(encode_prompt, opened.tokenizer)
@@ -101,7 +100,7 @@ def _run(options: argparse.Namespace) -> None:
         chat = Chat(opened, opened.sampling, options.max_new_tokens, options.seed, options.system)
         encode, options.stop = chat.prompt, [*options.stop, *chat.stop]
         if options.chat:
-            return _chat(chat)
+            return converse(chat)
     if options.rsa is not None:
         return _rsa(options, opened, prompts, encode)
     return _continue(options, opened, [prompt for prompt in prompts for _ in range(options.samples)], encode)
@@ -123,16 +122,10 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         return [read_text(options.file, "--file")]
     if options.stdin is not None:
         text = sys.stdin.read()
-        if wrong := _undecoded(text):
+        if wrong := undecoded(text):
             raise InputError(f"Standard input is not {sys.stdin.encoding}: byte {wrong} cannot be read.")
         return [text]
     return options.prompt or options.message
-
-
-def _undecoded(text: str) -> int:
-    """Return which byte of what was read is not in the encoding of standard input; 0 if all are."""
-    wrong = re.search("[\ud800-\udfff]", text)
-    return len(text[: wrong.start()].encode(sys.stdin.encoding)) + 1 if wrong else 0
 
 
 def _continue(options: argparse.Namespace, opened: Any, prompts: list[str], encode: Encode) -> None:
@@ -153,7 +146,7 @@ def _continue(options: argparse.Namespace, opened: Any, prompts: list[str], enco
             return
         if alone:
             text = shown[0] + rows[0].text
-            _print(text[printed:])
+            print(text[printed:], end="", flush=True)
             printed = len(text)
     if alone:
         print()
@@ -185,40 +178,6 @@ def _rsa(options: argparse.Namespace, opened: Any, prompts: list[str], encode: E
     for prompt in prompts:
         aggregate_recursively(write, opened.tokenizer, prompt, settings, options.seed)
         print(finished[-settings.candidates])
-
-
-def _chat(chat: Any) -> None:
-    print(_CHAT_HELP)
-    while True:
-        try:
-            message = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if wrong := _undecoded(message):
-            print(f"Error: The message is not {sys.stdin.encoding}: byte {wrong} cannot be read. Type it again.")
-        elif message == "/reset":
-            chat.reset()
-            print("A new conversation.")
-        elif message:
-            _answer(chat, message)
-
-
-def _answer(chat: Any, message: str) -> None:
-    printed = 0
-    try:
-        for row in chat.ask(message):
-            _print(row.text[printed:])
-            printed = len(row.text)
-    except KeyboardInterrupt:
-        _print(" …")
-    except InputError as error:
-        _print(f"Error: {error}")
-    print()
-
-
-def _print(text: str) -> None:
-    print(text, end="", flush=True)
 
 
 if __name__ == "__main__":

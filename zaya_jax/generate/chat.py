@@ -2,9 +2,20 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from zaya_jax.config.checks import counted
-from zaya_jax.data.chat.conversation import THINK, THINK_END, Conversation, find_special, parse_conversation
+from zaya_jax.data.chat.conversation import (
+    THINK,
+    THINK_END,
+    Conversation,
+    check_pairs,
+    find_special,
+    parse_conversation,
+    parse_record,
+    parse_tools,
+)
 from zaya_jax.data.chat.template import render_request
 from zaya_jax.data.chat.template_process import run_template
 from zaya_jax.errors import InputError
@@ -28,21 +39,61 @@ class Chat:
         """
         self._opened, self._max_new_tokens, self._seed = opened._replace(sampling=sampling), max_new_tokens, seed
         self._engine = opened.make_engine()
-        self._system: Conversation = [] if system is None else [{"role": "system", "content": system}]
-        self.conversation: Conversation = list(self._system)  # the messages so far
+        self.conversation: Conversation = []  # the messages so far
+        self.tools: Conversation | None = None  # functions that the model may call
+        self.file: Path | None = None  # where the conversation was saved
+        self.set_system(system)
         _, after = _around_answer(opened, [{"role": "user", "content": "a"}])
         self.stop = [end] if (end := after.strip()) else []  # texts that end an answer
 
     def reset(self) -> None:
         """Forget all messages but the system message."""
-        self.conversation = list(self._system)
+        self.conversation = self.conversation[: self._has_system]
+        self.file = None
+
+    def set_system(self, text: str | None) -> None:
+        """Replace the system message; None for none."""
+        system: Conversation = [] if text is None else [{"role": "system", "content": text}]
+        self.conversation = system + self.conversation[self._has_system :]
+
+    @property
+    def _has_system(self) -> bool:
+        return bool(self.conversation) and self.conversation[0]["role"] == "system"
+
+    def set_tools(self, tools: Any) -> None:
+        """Offer the model other functions, see `parse_tools`; InputError if they are none."""
+        try:
+            self.tools = parse_tools(tools)
+            check_pairs(self.tools, "tools")
+        except ValueError as error:
+            raise InputError(f"These are no tools: {error}.") from None
+
+    def record(self) -> dict[str, Any]:
+        """Return the conversation as a record of data, which `resume` takes."""
+        return {"messages": self.conversation} | ({"tools": self.tools} if self.tools else {})
+
+    def resume(self, record: Any) -> None:
+        """Continue the conversation of a record; InputError if it is none, or has text that ends a turn."""
+        try:
+            if isinstance(record, dict) and "messages" not in record:
+                raise ValueError("the object has no messages")
+            conversation, tools = parse_record(record)
+        except ValueError as error:
+            raise InputError(f"This is no conversation: {error}.") from None
+        self._check([*conversation, *(tools or [])], "The conversation")
+        self.conversation, self.tools = conversation, tools
+
+    def _check(self, messages: Conversation, what: str) -> None:
+        specials = self._opened.tokenizer.specials.union(self.stop)
+        if special := find_special(messages, specials):
+            raise InputError(f"{what} has {special!r}, which would end a turn. Write it another way.")
 
     def prompt(self, message: str) -> list[int]:
         """Return the tokens that the model continues after a message; InputError if that has text that ends a turn."""
-        specials = self._opened.tokenizer.specials.union(self.stop)
-        if special := find_special([*self._system, {"content": message}], specials):
-            raise InputError(f"The message or --system has {special!r}, which would end a turn. Write it another way.")
-        text = render_prompt(self._opened, [*self.conversation, {"role": "user", "content": message}])
+        messages = [*self.conversation, {"role": "user", "content": message}]
+        fixed = [*self.conversation[: self._has_system], *(self.tools or [])]
+        self._check([*fixed, messages[-1]], "The message, a tool or --system")
+        text = render_prompt(self._opened, messages, self.tools)
         return self._opened.tokenizer.encode_template(text)
 
     def ask(self, message: str) -> Iterator[TextContinuation]:
@@ -70,29 +121,36 @@ class Chat:
             self._seed += 1
 
 
-def render_prompt(opened: TextModel, conversation: Conversation) -> str:
-    """Render a conversation up to the assistant's next turn; InputError if the template cannot.
+def render_prompt(opened: TextModel, conversation: Conversation, tools: Conversation | None = None) -> str:
+    """Render a conversation up to the assistant's next turn, with tools; InputError if the template cannot.
 
     A template without a generation prompt, as the built-in one, gets what it writes before an assistant's message.
     """
     if "add_generation_prompt" in opened.template:
-        return render(opened, conversation, generation_prompt=True)
-    return _around_answer(opened, conversation)[0]
+        return render(opened, conversation, generation_prompt=True, tools=tools)
+    return _around_answer(opened, conversation, tools)[0]
 
 
-def _around_answer(opened: TextModel, conversation: Conversation) -> tuple[str, str]:
+def _around_answer(opened: TextModel, conversation: Conversation, tools: Conversation | None = None) -> tuple[str, str]:
     """Render a conversation; returns the text before and after the assistant's next answer."""
-    rendered = render(opened, [*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+    answered = [*conversation, {"role": "assistant", "content": _ANSWER}]
+    rendered = render(opened, answered, generation_prompt=False, tools=tools)
     before, mark, after = rendered.partition(_ANSWER)
     if not mark:
         raise InputError("The chat template leaves out the content of the assistant's messages.")
     return before, after
 
 
-def render(opened: TextModel, conversation: Conversation, *, generation_prompt: bool) -> str:
+def render(
+    opened: TextModel, conversation: Conversation, *, generation_prompt: bool, tools: Conversation | None = None
+) -> str:
     """Render a conversation with a model's chat template; InputError if the template cannot."""
     texts = {"bos_token": opened.special.bos, "eos_token": opened.special.eos, **(opened.others or {})}
-    names = {"add_generation_prompt": generation_prompt, **{name: text for name, text in texts.items() if text}}
+    names = {
+        "add_generation_prompt": generation_prompt,
+        "tools": tools,
+        **{name: text for name, text in texts.items() if text},
+    }
     answer = run_template(opened.template, [render_request(conversation, names) | {"now": time.time()}])
     if "error" in answer:
         raise InputError(f"The chat template cannot render the conversation: {answer['error']}.")

@@ -3,8 +3,8 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +25,13 @@ from zaya_jax.run.table import size_text
 
 SLOTS = 64  # most requests of `generate_tokens` that are decoded together
 CHUNK = 512  # tokens of a prompt that one call processes
+Work = Literal["prefill", "decode"]  # of a call: a chunk of prompts, or a block of steps
+_PADDED_CACHE = 2**17  # most tokens of a cache whose slots are padded on GPUs
 LEAST = 64  # tokens of a call for a short prompt, or the end of a long one
+
+
+class CacheTooLarge(InputError, MemoryError):
+    """The cache of an engine does not fit in the memory that is free."""
 
 
 class Continuation(NamedTuple):
@@ -93,7 +99,7 @@ class Engine:
 
     def __init__(
         self, model: Zaya, placement: Placement | None = None, *, slots: int, length: int,
-        stop_tokens: Iterable[int] = (),
+        stop_tokens: Iterable[int] = (), options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Prepare to generate; the first request allocates the cache.
 
@@ -101,16 +107,19 @@ class Engine:
           model: the model, perhaps `unrolled`, which saves a copy of the layers' parameters.
           placement: `decode_placement` or, after training, `Placement.replicated`, in the model's dtypes; the same one
             in all processes that hold the model together. None for the first device.
-          slots: number of requests that are decoded together on all devices, rounded up to equal parts.
+          slots: number of requests that are decoded together on all devices, rounded up to equal parts, on GPUs of
+            eight slots, or two of a long `length`.
           length: largest number of tokens of a prompt and its continuation, rounded up to one of a few classes.
           stop_tokens: each ends a request when it is drawn; not part of the continuation.
+          options: options of XLA's compiler.
 
-        InputError if `slots`, `length` or a stop token is out of range, or the cache does not fit in memory.
+        InputError if `slots`, `length` or a stop token is out of range; `CacheTooLarge`.
         """
         self._stops = frozenset(stop_tokens)
         _check_tokens("stop_tokens contains", self._stops, model.config)
         self.placement = decode_placement(model, FIRST_DEVICE) if placement is None else placement
-        self._model, self.config = model, model.config
+        self._model, self.config, self._options = model, model.config, tuple(sorted((options or {}).items()))
+        self._last_calls: dict[str, tuple[Any, ...]] = {}
         self._handle = 0
         self._open(slots, length)
 
@@ -120,7 +129,9 @@ class Engine:
         require(slots >= 1, "slots", slots, "at least 1")
         require(1 <= length <= most, "length", length, f"from 1 to {most}, the model's positions")
         self._shards = batch_shards(self.placement.mesh)
-        slots, length = slots + -slots % self._shards, min(capacity_class(length), most)
+        length = min(capacity_class(length), most)
+        own = max(-(-slots // self._shards), least_rows(jax.local_devices()[0].platform, length))
+        slots = own * self._shards
         needed = state_bytes(self._model, slots, length, self.placement)
         _check_memory(slots, length, needed)
         self.slots, self.length, self.cache_bytes = slots, length, needed  # bytes of a device
@@ -128,7 +139,6 @@ class Engine:
         self._requests: dict[int, _Request] = {}  # all that have not ended, by handle
         self._waiting = collections.deque[int]()  # handles without a slot
         self._running: dict[int, int] = {}  # slot → handle
-        own = self.slots // self._shards
         # Shards take turns, so that requests are spread over them.
         self._free = collections.deque(shard * own + index for index in range(own) for shard in range(self._shards))
 
@@ -137,13 +147,13 @@ class Engine:
         """The leaves of the model on its devices, and the programs that take them."""
         self._model = unrolled(place(self.placement.mesh, self._model, REPLICATED))
         leaves, structure = jax.tree.flatten(self._model)
-        return leaves, make_programs(structure, self.placement)
+        return leaves, make_programs(structure, self.placement, self._options)
 
     def reserve(self, slots: int, length: int) -> None:
         """Make at least so many slots of this length, or of the model's positions if these are fewer.
 
         An engine that has them stays as it is. Otherwise the cache is allocated anew, and the next step is compiled for
-        it. InputError if the new one does not fit in memory, ValueError if there are requests that have not ended.
+        it. `CacheTooLarge` if the new one does not fit in memory, ValueError if there are requests that have not ended.
         """
         length = min(length, self.config.max_positions)
         if slots <= self.slots and length <= self.length:
@@ -267,7 +277,7 @@ class Engine:
             requests[shard], request.read = request, request.read + len(piece)
         left = [int(request is not None and request.decodes) for request in requests]
         rows = make_rows(requests, [0] * self._shards, left)
-        return self._call(self._compiled[1].prefill, Chunk(tokens, count, start, slot), rows)
+        return self._call("prefill", Chunk(tokens, count, start, slot), rows)
 
     def _decode(self, block: int) -> list[Any]:
         """Decode up to `block` steps of the requests whose prompts have been processed."""
@@ -278,14 +288,21 @@ class Engine:
             return []
         stops = np.array(sorted(self._stops) or [-1], np.int32)
         rows, steps = make_rows(requests, drawn, left), np.int32(min(block, max(left)))
-        results = self._call(self._compiled[1].decode, rows, stops, steps)
+        results = self._call("decode", rows, stops, steps)
         return [({slot: slot for slot in range(self.slots) if left[slot]}, *results)]
 
-    def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, work: Work, *arguments: Any) -> Any:
         if self._state is None:
             self._state = empty_state(self._model, self.slots, self.length, self.placement)
-        self._state, *results = program(self._compiled[0], self._state, *arguments)
+        leaves, programs = self._compiled
+        self._last_calls[work] = arguments
+        self._state, *results = getattr(programs, work)(leaves, self._state, *arguments)
         return results
+
+    def compile_again(self, work: Work) -> Any:
+        """Return the compiled program of the last call of this kind, to be read; compiles it once more."""
+        leaves, programs = self._compiled
+        return getattr(programs, work).lower(leaves, self._state, *self._last_calls[work]).compile()
 
 
 def make_rows(requests: Sequence[_Request | None], drawn: list[int], left: list[int]) -> Rows:
@@ -302,6 +319,17 @@ def capacity_class(length: int) -> int:
     return -(-length // step) * step
 
 
+def least_rows(platform: str, length: int) -> int:
+    """Return the smallest number of slots of a device, for this length.
+
+    XLA pads products of fewer than eight rows on GPUs, one by one. It multiplies a single row elementwise, which writes
+    all products: two rows avoid that where the cache of eight would be large.
+    """
+    if platform == "cpu":
+        return 1
+    return 8 if 8 * length <= _PADDED_CACHE else 2
+
+
 def _check_tokens(what: str, tokens: Iterable[int], config: ModelConfig) -> None:
     """Raise `InputError` if a token is outside of the vocabulary."""
     for unknown in (token for token in tokens if not 0 <= token < config.vocab_size):
@@ -314,4 +342,4 @@ def _check_memory(slots: int, length: int, needed: int) -> None:
     if needed > free:
         size = f"The cache of {counted(slots, 'request')} of {counted(length, 'token')} takes {size_text(needed)}"
         problem = f"{size} on a device, but {size_text(free)} are free"
-        raise InputError(f"{problem}. Generate fewer at once, or shorten prompts and continuations.")
+        raise CacheTooLarge(f"{problem}. Generate fewer at once, or shorten prompts and continuations.")

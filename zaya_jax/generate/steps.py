@@ -61,8 +61,8 @@ _jit = jax.jit
 
 
 @functools.lru_cache(maxsize=8)
-def make_programs(structure: Any, placement: Placement) -> Programs:
-    """Make the programs for a model of this tree structure, which every device has.
+def make_programs(structure: Any, placement: Placement, options: tuple[tuple[str, Any], ...] = ()) -> Programs:
+    """Make the programs for a model of this tree structure, which every device has, with compiler options.
 
     They take the leaves of the model: a list of arrays is passed in a fraction of the time that a module takes.
     """
@@ -81,7 +81,8 @@ def make_programs(structure: Any, placement: Placement) -> Programs:
     def _decode(leaves: Any, state: SlotState, rows: Rows, stops: jax.Array, steps: jax.Array) -> Drawn:
         return run(_decode_shard, STEP_ROWS, leaves, state, rows, stops, steps)
 
-    return Programs(_jit(_prefill, donate_argnums=1), _jit(_decode, donate_argnums=1))
+    settings: dict[str, Any] = {"donate_argnums": 1} | ({"compiler_options": dict(options)} if options else {})
+    return Programs(_jit(_prefill, **settings), _jit(_decode, **settings))
 
 
 def _prefill_shard(ops: Ops, model: Zaya, state: SlotState, chunk: Chunk, rows: Rows) -> Drawn:

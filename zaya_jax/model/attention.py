@@ -1,7 +1,7 @@
 """The base class of attention modules: projections, window, output, FLOPs and decode state."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
     """
 
     output: nnx.Param
-    PROJECTIONS: ClassVar[tuple[str, ...]]  # names of the parameters that `project` applies, in order
+    PROJECTIONS: tuple[str, ...]  # names of the parameters that `project` applies, in order
 
     def __init__(self, config: ModelConfig, layer: LayerKind, keys: Sequence[jax.Array], value_size: int) -> None:
         """Draw the projections, with values of width `value_size`, and the output from the first of `keys`."""
@@ -61,6 +61,13 @@ class Attention(nnx.Module):
         self.layer = layer
 
     hf_tensors = staticmethod(no_form)
+
+    def join_projections(self) -> None:
+        """Replace the projections by one parameter, `query`."""
+        joined = jnp.concatenate([getattr(self, name)[...] for name in self.PROJECTIONS], axis=-1)
+        for name in self.PROJECTIONS:
+            delattr(self, name)
+        self.query, self.PROJECTIONS = param(joined, "attention"), ("query",)
 
     def project(self, h_bsd: jax.Array) -> jax.Array:
         """Apply all projections in one matmul; returns [b, s, x] in the dtype of `h_bsd`."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -311,7 +312,8 @@ def layer_blocks(model: Zaya) -> list[Block]:
 def unrolled(model: Zaya) -> Zaya:
     """Return the model with a stack of one layer for each layer, as a copy unless it is so already.
 
-    Decoding uses each layer's parameters where they are. With stacks, every call would copy the layers first.
+    Decoding uses each layer's parameters where they are. With stacks, every call would copy the layers first, and every
+    step the attention's projections side by side, which are one parameter here.
     """
     return model if len(model.blocks) == model.config.num_layers else _unrolled(model)
 
@@ -320,6 +322,8 @@ def unrolled(model: Zaya) -> Zaya:
 def _unrolled(model: Zaya) -> Zaya:
     model = jax.tree.map(lambda x: x, model)  # another module with the same arrays
     model.blocks = nnx.List([jax.tree.map(lambda x: x[None], block) for block in layer_blocks(model)])
+    for block in model.blocks:
+        block.attention.join_projections()
     return model
 
 
@@ -334,6 +338,29 @@ def logits(model: Zaya, tokens_bs: jax.Array, segment_ids: Maybe = None, positio
 def head(model: Zaya, hidden_bsd: jax.Array) -> jax.Array:
     """Apply the tied head to `hidden_bsd`; returns fp32 logits."""
     with part("loss"):
-        sums, head_vd = accumulation_dtype(hidden_bsd.dtype), model.embedding[...].astype(hidden_bsd.dtype)
-        out = jnp.einsum("...d,vd->...v", hidden_bsd, head_vd, preferred_element_type=sums)
+        head_vd = model.embedding[...].astype(hidden_bsd.dtype)
+        few = math.prod(hidden_bsd.shape[:-1]) <= _FEW_ROWS
+        out = (_few_rows_head if few else _head_product)(hidden_bsd, head_vd)
     return out + model.head_bias[...].astype(out.dtype) if model.config.head_bias else out
+
+
+_FEW_ROWS = 16
+
+
+def _head_product(hidden_bsd: jax.Array, head_vd: jax.Array) -> jax.Array:
+    sums = accumulation_dtype(hidden_bsd.dtype)
+    return jnp.einsum("...d,vd->...v", hidden_bsd, head_vd, preferred_element_type=sums)
+
+
+def _few_rows_head(hidden_bsd: jax.Array, head_vd: jax.Array) -> jax.Array:
+    """Multiply a few rows without a copy of the head, which XLA:CPU would transpose, and XLA:GPU cast for one row."""
+    rows = hidden_bsd.reshape(-1, hidden_bsd.shape[-1])
+
+    def on_cpu(rows_td: jax.Array, head_vd: jax.Array) -> jax.Array:
+        return jax.lax.optimization_barrier(_head_product(head_vd, rows_td)).T
+
+    def on_gpu(rows_td: jax.Array, head_vd: jax.Array) -> jax.Array:
+        return _head_product(jnp.pad(rows_td, ((0, -len(rows_td) % 8), (0, 0))), head_vd)[: len(rows_td)]
+
+    out_tv = jax.lax.platform_dependent(rows, head_vd, cpu=on_cpu, default=on_gpu)
+    return out_tv.reshape(*hidden_bsd.shape[:-1], -1)

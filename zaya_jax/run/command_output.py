@@ -5,6 +5,7 @@ import errno
 import faulthandler
 import io
 import os
+import re
 import select
 import signal
 import stat
@@ -132,3 +133,9 @@ def run_command(run: Callable[[], int | None]) -> int:
         sentence, status = exit_message(error)
         warn(sentence)
         return status
+
+
+def undecoded(text: str) -> int:
+    """Return which byte of what was read is not in the encoding of standard input; 0 if all are."""
+    wrong = re.search("[\ud800-\udfff]", text)
+    return len(text[: wrong.start()].encode(sys.stdin.encoding)) + 1 if wrong else 0

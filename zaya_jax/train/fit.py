@@ -45,7 +45,7 @@ from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
-from zaya_jax.train.sample import replicated_model
+from zaya_jax.train.sample import check_prompt, replicated_model
 from zaya_jax.train.sinks import open_sinks, require_sinks
 from zaya_jax.train.sinks.console import ConsoleReport
 from zaya_jax.train.state import TrainState
@@ -215,6 +215,7 @@ def _checked_programs(config: Config) -> Programs:
 
 def _open_sources(config: Config) -> Prepared:
     prepared = open_sources(config)
+    check_prompt(config, prepared.tokenizer)
     if jax.process_count() > 1:
         _ = prepared.baselines  # now, while the others wait: later they would wait in a collective, which can time out
     if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):

@@ -10,6 +10,7 @@ import jax
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError, Reason, RunStopped
+from zaya_jax.generate.engine import CacheTooLarge
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, batch_shards
 from zaya_jax.parallel.placement import device_bytes
@@ -96,7 +97,8 @@ def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
             count, unit = requested.groups()
             request = f": it requested {gigabytes(int(float(count))) if unit == 'bytes' else f'{count} {unit}'}"
         has = f", and {gigabytes(available)} is available per device" if available is not None else ""
-        reason = Reason.HOST_MEMORY if isinstance(error, MemoryError) else Reason.DEVICE_MEMORY
+        on_device = isinstance(error, jax.errors.JaxRuntimeError | CacheTooLarge)
+        reason = Reason.DEVICE_MEMORY if on_device else Reason.HOST_MEMORY
         raise RunStopped(f"{activity} ran out of memory{request}{has}. {remedy}.", reason) from error
 
 

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 
 from zaya_jax.config import Config
+from zaya_jax.config.checks import counted
 from zaya_jax.data.tokenizer import Tokenizer
+from zaya_jax.errors import InputError
 from zaya_jax.generate.decode import generate_tokens
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.text import encode_prompt
@@ -29,6 +31,14 @@ def replicated_model(program: PhaseProgram, state: TrainState, base: Arrays, dty
     params = {name: x.astype(dtypes.get(name, x.dtype)) for name, x in params.items()}
     params = jax.device_put(params, replicated(program.placement.mesh))
     return with_values(program.model, {**params, **state.balance})
+
+
+def check_prompt(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise `InputError` if the prompt of samples leaves no room for a new token."""
+    count, most = len(encode_prompt(tokenizer, config.sample.prompt)), config.model.max_positions
+    if config.sample.tokens and count >= most:
+        problem = f"sample.prompt has {counted(count, 'token')}, but must have fewer than model.max_positions={most}"
+        raise InputError(f"{problem}. Shorten it, or set sample.tokens=0 sample.every=0.")
 
 
 @out_of_memory("The sample", "Set sample.tokens and sample.every to 0: it needs all parameters on each device")

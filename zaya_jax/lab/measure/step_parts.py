@@ -1,5 +1,6 @@
 """Break down the time of a training step, a prefill or a decode step by part, measured and predicted."""
 
+import collections
 import functools
 import statistics
 import tempfile
@@ -7,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -15,7 +16,7 @@ from zaya_jax.config import Config, ModelConfig, load_config
 from zaya_jax.config.schema import ProfileConfig
 from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
-from zaya_jax.generate.compiled import compile_generation
+from zaya_jax.generate.engine import CHUNK, Engine, Work
 from zaya_jax.generate.steps import BLOCK
 from zaya_jax.hardware.data_sheets import no_data_sheet
 from zaya_jax.hardware.environment import step_options
@@ -26,7 +27,7 @@ from zaya_jax.lab.measure.training_steps import place_rows, random_tokens, time_
 from zaya_jax.lab.predict.calibration import as_row, find_device, get_device, kernel_sources
 from zaya_jax.lab.predict.compilers.predict import Shares, launched, phase_shares, predict
 from zaya_jax.lab.predict.dry_run.estimate import estimate_phase, simulated_programs
-from zaya_jax.lab.predict.step_time import Work
+from zaya_jax.lab.predict.step_time import Work as Cost
 from zaya_jax.lab.result import describe_run, print_tables
 from zaya_jax.lab.result_tables import TABLES
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
@@ -40,7 +41,6 @@ from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import known_options, make_programs
 from zaya_jax.train.state import TrainState
 
-Generation = Literal["prefill", "decode"]
 # Parts of the step by the work of the dry run's estimate that they belong to; all others move bytes.
 _SUMS = {"head": ("loss",), "newton_schulz": ("optimizer",),
          "layers": ("experts", "attention", "cca_mix", "router", "dispatch")}  # fmt: skip
@@ -83,7 +83,7 @@ def break_down(
 
 
 def break_down_generation(
-    source: str, overrides: list[str], work: Generation, batch: int, prompt: int, repeats: int, instructions: int = 0
+    source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, instructions: int = 0
 ) -> dict[str, Any]:
     """Print and return where the time of prompts, or of a decode step, goes; InputError for a run or many tokens."""
     if Path(source).is_dir():
@@ -163,7 +163,7 @@ def trace_rows(trace: Trace, shares: Shares, calls: int = 1, instructions: int =
 
 
 def configuration(
-    trace: Trace, shares: Shares, calls: int, untraced: float, estimated: Sequence[Work] = ()
+    trace: Trace, shares: Shares, calls: int, untraced: float, estimated: Sequence[Cost] = ()
 ) -> dict[str, Any]:
     """Return what each launch took, and each work of an estimate as a whole, for `benchmarks.gpu_report.calibration`.
 
@@ -204,48 +204,49 @@ def _warnings(other: float, unattributed: float) -> list[str]:
 
 
 def trace_generation(
-    model: ModelConfig, dtype: str, work: Generation, batch: int, prompt: int, repeats: int, folder: Path
+    model: ModelConfig, dtype: str, work: Work, batch: int, prompt: int, repeats: int, folder: Path
 ) -> tuple[Trace, float, int, int]:
-    """Trace `repeats` prompts of a `batch` together, or blocks of decode steps after one, on the first device.
+    """Trace `repeats` batches of prompts, or blocks of decode steps after one, of an engine on the first device.
 
     Returns a trace of `Trace.steps` prompts or decode steps; the median seconds of one without the profiler; tokens of
     a prompt, rounded up to whole chunks; and how often a prompt or decode step runs the traced program, whose loop
     counts once.
     """
-    blocks = 2 * repeats + 1 if work == "decode" else 0
     options = known_options(step_options(traced=current_target().platform in GPU_PLATFORMS))
-    programs = compile_generation(_random_model(model, dtype), batch, prompt, blocks, options)
-    length = programs.chunks[0][0].tokens_ns.shape[1] * len(programs.chunks) // batch
+    count, new = (1, 1) if work == "prefill" else (BLOCK, (2 * repeats + 3) * BLOCK)
+    prompt = prompt if prompt <= CHUNK else -(-prompt // CHUNK) * CHUNK
+    if prompt + new > model.max_positions:
+        length = f"{prompt} tokens of prompts, rounded up to whole chunks, and {new} new ones"
+        raise InputError(f"{length} exceed model.max_positions={model.max_positions}: shorten the prompt.")
+    engine = Engine(random_model(model, dtype), slots=batch, length=prompt + new, options=options)
+
+    def submit() -> None:
+        for _ in range(batch):
+            engine.submit([0] * prompt, new)
+
+    def process() -> None:
+        submit()
+        collections.deque(engine.updates(), maxlen=0)
+
+    if work == "decode":
+        submit()
+        while not engine.step():
+            pass
+    call = process if work == "prefill" else engine.step
+    untraced = time_calls(call, repeats).median / count
     window = StepProfiler(ProfileConfig(1, repeats), folder, lambda _: None)
-    if work == "prefill":
-        states = [programs.empty_state() for _ in range(2 * repeats + 1)]
-
-        def call() -> object:
-            return programs.prompt(states.pop()).token_b
-
-        compiled, count = programs.prefill, 1
-    else:
-        state = programs.prompt(programs.empty_state())
-
-        def call() -> object:
-            nonlocal state
-            state, *_ = programs.decode(programs.leaves, state, *programs.block)
-            return state
-
-        compiled, count = programs.decode, BLOCK
-    untraced = time_calls(lambda: jax.block_until_ready(call()), repeats).median / count
-    window.start(0, None, compiled)
-    out = None
+    window.start(0, None, engine.compile_again(work))
     for _ in range(repeats):
-        out = call()
-    window.stop(repeats, out)
+        call()
+    window.stop(repeats, None)
     trace = read_trace(folder / PROFILE, f"jit__{work}")
-    calls = len(programs.chunks) if work == "prefill" else 1
-    return trace._replace(steps=repeats * count), untraced, length, calls
+    calls = batch * -(-prompt // CHUNK) if work == "prefill" else 1
+    return trace._replace(steps=repeats * count), untraced, prompt, calls
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _random_model(config: ModelConfig, dtype: str) -> Zaya:
+def random_model(config: ModelConfig, dtype: str) -> Zaya:
+    """Draw a model, with parameters in the dtypes that a model which computes in `dtype` has."""
     model = Zaya(config, jax.random.key(0))
     dtypes = compute_dtypes(roles(model), dtype)
     return map_variables(model, lambda name, x: x.astype(dtypes.get(name, x.dtype)))
