@@ -47,8 +47,8 @@ def _devices(recordings: Recordings) -> str:
         ends: dict[bool, list[str]] = {False: [], True: []}
         for file, row in files.items():
             ends["failed" in row].append(file.removesuffix(".json"))
-        count = max(row.get("devices", 1) for row in files.values())
-        rows.append([f"{count} × {name}", newest["date"][:10], *(", ".join(names) or NONE for names in ends.values())])
+        card = f"{max(row.get('devices', 1) for row in files.values()):,} × {name}"
+        rows.append([card, newest["date"][:10], *(", ".join(names) or NONE for names in ends.values())])
     rows += [[name.upper(), NONE, NONE, NONE] for name in missing]
     return accuracy.markdown(["device", "last measured", "recordings", "failed"], rows)
 
@@ -69,7 +69,7 @@ def _steps(recordings: Recordings) -> str:
                 versions = f"{recording['date'][:10]}, jax {accuracy.plain(recording['versions']['jax'])}"
                 speeds = [number(step["tokens_per_second"] / devices), number(step["tflops_per_second"])]
                 rest = [percent(step["mfu"]), number(step["peak_bytes"], 1e9), versions, f"`{FOLDER}/{folder}/{file}`"]
-                rows.append([accuracy.plain(name), f"{devices} × {device_name(files)}", *speeds, *rest])
+                rows.append([accuracy.plain(name), f"{devices:,} × {device_name(files)}", *speeds, *rest])
     heads = ["what", "card", "tokens/s per GPU", "TFLOP/s", "MFU", "peak memory (GB)", "date, versions", "log"]
     return accuracy.markdown(heads, rows)
 

@@ -275,8 +275,10 @@ def test_texts_of_a_report_are_no_cells_tags_links_or_code(adopted, clone):
     step["configurations"] = {evil: ran}
     step["versions"]["jax"] = evil
     report["parts"]["decode"] |= {"failed": "\x1b[31m"}
+    report["parts"]["machine"]["devices"] = evil
     _, out = adopted(report)
     assert "\x1b" not in out
+    assert "machine is not used: it is damaged" in out
     shown = html.escape(" ".join(evil.split()))
     for page in ("docs/accuracy.md", "docs/compare.md"):
         text = MarkdownIt("commonmark").enable("table").render((clone / page).read_text(encoding="utf-8"))
