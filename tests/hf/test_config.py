@@ -12,6 +12,7 @@ from tests.helpers import VARIANTS, tiny_config
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import from_hf, to_hf
+from zaya_jax.hf.legacy_config import to_legacy
 
 
 def tree(**changes):
@@ -53,10 +54,11 @@ def test_an_architecture_without_a_part_of_zaya1_is_refused(key, value):
         to_hf(tiny_config(**{key: value}), "float32")
 
 
-def test_a_kind_of_layer_that_a_folder_has_no_name_for_is_refused():
+@pytest.mark.parametrize("describe", [to_hf, to_legacy])
+def test_a_kind_of_layer_that_a_folder_has_no_name_for_is_refused(describe):
     config = tiny_config(num_layers=2, layer_pattern=("full", "chunked"))
     with pytest.raises(InputError, match=r"model\.layer_pattern has 'chunked', .* full and sliding"):
-        to_hf(config, "float32")
+        describe(config, "float32")
 
 
 def test_layers_come_in_order():

@@ -23,9 +23,10 @@ def values():
     return jax.device_get(random_values(CONFIG))
 
 
-def test_shards_hold_the_same(values, tmp_path):
-    write_folder(tmp_path / "whole", CONFIG, read_arrays(values), "float32")
-    write_folder(tmp_path / "sharded", CONFIG, read_arrays(values), "float32", max_shard_bytes=12_000)
+@pytest.mark.parametrize("layout", ["hf", "legacy"])
+def test_shards_hold_the_same(layout, values, tmp_path):
+    write_folder(tmp_path / "whole", CONFIG, read_arrays(values), "float32", layout)
+    write_folder(tmp_path / "sharded", CONFIG, read_arrays(values), "float32", layout, max_shard_bytes=12_000)
     paths = sorted((tmp_path / "sharded").glob("*.safetensors"))
     assert len(paths) > 2
     assert paths[0].name == f"model-00001-of-{len(paths):05d}.safetensors"
@@ -38,6 +39,18 @@ def test_shards_hold_the_same(values, tmp_path):
         tensors = load_file(path)
         assert len(tensors) == 1 or sum(x.nbytes for x in tensors.values()) <= 12_000
     open_folder(tmp_path / "sharded")
+
+
+def test_each_value_is_asked_for_once_and_one_at_a_time(values, tmp_path):
+    """A layer's experts leave one by one, and come once."""
+    calls = []
+
+    def read(name, group):
+        calls.append((name, group))
+        return read_arrays(values)(name, group)
+
+    write_folder(tmp_path / "model", CONFIG, read, "float32", "legacy")
+    assert len(calls) == len(set(calls))
 
 
 def test_values_are_cast_as_numpy_casts(values, tmp_path):

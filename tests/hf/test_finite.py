@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.hf import safetensors as finite
-from zaya_jax.hf.safetensors import is_finite
+from zaya_jax.hf import finite
+from zaya_jax.hf.finite import is_finite
 
 KINDS = [np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
 

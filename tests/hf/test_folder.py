@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers import random_values, tiny_config
-from tests.hf.legacy_helpers import to_legacy, write_legacy_folder
 from tests.hf.test_safetensors import VALUES
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.hf.folder import INDEX, open_folder
+from zaya_jax.hf.legacy_config import to_legacy
 
 QUERY = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
 
 
 def write(folder, config, layout="hf", **options):
     """A folder of `random_values`, read from host arrays: nothing is compiled."""
-    writer = write_legacy_folder if layout == "legacy" else write_folder
-    writer(folder, config, read_arrays(jax.device_get(random_values(config))), "float32", **options)
+    write_folder(folder, config, read_arrays(jax.device_get(random_values(config))), "float32", layout, **options)
 
 
 @pytest.fixture

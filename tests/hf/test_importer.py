@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.checkpoint.saved_helpers import bits, set_value
 from tests.helpers import random_values, tiny_config
-from tests.hf.legacy_helpers import write_legacy_folder
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
@@ -98,10 +97,7 @@ def journey(folder, config, dtype, shard):
         assert loaded.keys() == values.keys()
         for key, x in expected.items():
             assert (loaded[key].dtype, loaded[key].tobytes()) == (x.dtype, x.tobytes()), key
-        if layout == "legacy":
-            write_legacy_folder(folder / written, config, read_arrays(loaded), dtype)
-        else:
-            write_folder(folder / written, config, read_arrays(loaded), dtype, max_shard_bytes=shard)
+        write_folder(folder / written, config, read_arrays(loaded), dtype, layout, max_shard_bytes=shard)
     assert bits(folder / "first") == bits(folder / "third")
     first, second = bits(folder / "first"), bits(folder / "second")
     assert sum(len(raw) for *_, raw in first.values()) == sum(len(raw) for *_, raw in second.values())
@@ -190,7 +186,7 @@ def test_arrays_are_equal_on_eight_devices(folder, parallel, layout, tmp_path):
     _, values, config = folder
     path = tmp_path / "model"
     names = (*SOME, "blocks.0.attention.query", "blocks.1.mixture.experts.down", BIAS)
-    (write_legacy_folder if layout == "legacy" else write_folder)(path, config, read_arrays(values), "bfloat16")
+    write_folder(path, config, read_arrays(values), "bfloat16", layout)
     here = "tests.hf.test_importer:read_on_devices"
     loaded, split, collectives = on_devices(8, here, str(path), names, parallel)
     assert loaded.keys() == set(names)

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import VARIANTS, tiny_config
-from tests.hf.legacy_helpers import to_legacy
 from tests.hf.test_config import resolved
 from tests.hf.test_legacy import RELEASED_8B
 from zaya_jax.errors import InputError
-from zaya_jax.hf.legacy_config import from_legacy
+from zaya_jax.hf.legacy_config import from_legacy, to_legacy
 
 # As released (docs/reference.md §12.3), but for what is the same in every model.
 LEGACY_8B = {
@@ -120,3 +119,10 @@ def test_a_configuration_survives_the_journey(variant, rotary, base, biases, eps
 ])  # fmt: skip
 def test_what_this_model_has_no_form_of_is_refused(tree, changes, message):
     assert message in refused({**tree, **changes})
+
+
+def test_what_the_layout_has_no_form_of_is_not_written():
+    with pytest.raises(InputError, match=r"model\.sliding_window is 1"):
+        to_legacy(tiny_config("sliding", sliding_window=1), "float32")
+    with pytest.raises(InputError, match=r"model\.attention is 'gqa'"):
+        to_legacy(tiny_config(attention="gqa"), "float32")

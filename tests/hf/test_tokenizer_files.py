@@ -8,7 +8,8 @@ import pytest
 from tests.data_helpers import small_tokenizer
 from tests.helpers import random_values, tiny_config
 from zaya_jax.errors import InputError
-from zaya_jax.hf.exporter import complete_tokenizer_files, read_arrays, write_folder
+from zaya_jax.hf.exporter import read_arrays, write_folder
+from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.run.tokenizer import copy_tokenizer
 
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # of `small_tokenizer`

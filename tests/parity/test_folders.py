@@ -9,7 +9,6 @@ import pytest
 
 from tests.checkpoint.saved_helpers import bits
 from tests.helpers import assert_close
-from tests.hf.legacy_helpers import write_legacy_folder
 from tests.parity.test_reference import BASE, random_reference
 from zaya_jax import load_model, logits
 from zaya_jax.hf.exporter import read_arrays, write_folder
@@ -47,10 +46,7 @@ def test_folders_go_round(seed, dtype, tmp_path):
         models.append(load_model(f"hf:{source}", None)[0])
         values = {**tree.parameters(models[-1]), **tree.balancing_biases(models[-1])}
         source = tmp_path / name
-        if layout == "legacy":
-            write_legacy_folder(source, models[-1].config, read_arrays(values), dtype)
-        else:
-            write_folder(source, models[-1].config, read_arrays(values), dtype, max_shard_bytes=30_000)
+        write_folder(source, models[-1].config, read_arrays(values), dtype, layout, max_shard_bytes=30_000)
     assert bits(tmp_path / "ours") == bits(tmp_path / "theirs")
 
     tokens = np.random.default_rng(seed).integers(0, config.vocab_size, (2, 9))

@@ -27,7 +27,6 @@ PROCESS = """
 import json, re, sys
 from pathlib import Path
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np
-from tests.hf.legacy_helpers import write_legacy_folder
 from tests.soak.test_hf_memory import CONFIGS, SHARD
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax import load_model
@@ -53,7 +52,7 @@ if verb == "draw":
         if name.endswith("balancing_bias"):
             return rng.random(shape, np.float32)
         return rng.integers(0x3c00, 0x3f80, shape, np.uint16).view(ml_dtypes.bfloat16)
-    write_folder(target, CONFIG, read, "bfloat16", max_shard_bytes=SHARD)
+    write_folder(target, CONFIG, read, "bfloat16", layout, max_shard_bytes=SHARD)
     print(json.dumps({"write": peak() - before}))
 elif verb in ("import-hf", "export-hf"):
     more = ["--output", target] if verb == "import-hf" else [target, "--dtype", "bfloat16"]
@@ -64,10 +63,7 @@ else:
     values = {**tree.parameters(model), **tree.balancing_biases(model)}
     own = sum(x.nbytes for x in values.values())
     imported = peak() - before - own
-    if layout == "legacy":
-        write_legacy_folder(Path(target), CONFIG, read_arrays(values), "bfloat16")
-    else:
-        write_folder(target, CONFIG, read_arrays(values), "bfloat16", max_shard_bytes=SHARD)
+    write_folder(target, CONFIG, read_arrays(values), "bfloat16", layout, max_shard_bytes=SHARD)
     print(json.dumps({"model": own, "import": imported, "import and export": peak() - before - own}))
 """
 

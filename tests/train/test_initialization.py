@@ -10,7 +10,6 @@ import pytest
 
 from tests.checkpoint.saved_helpers import set_value
 from tests.helpers import random_values
-from tests.hf.legacy_helpers import write_legacy_folder
 from tests.train_helpers import (
     CONFIG,
     change,
@@ -44,7 +43,7 @@ def write(folder, config: Config, dtype="float32", layout="hf", **changes):
     model = dataclasses.replace(config.model, **changes)
     values = {name: np.array(x) for name, x in random_values(model, 5).items()}
     values["blocks.0.mixture.router.state_scale"][0] = 1  # inert, and in no folder
-    (write_legacy_folder if layout == "legacy" else write_folder)(folder, model, read_arrays(values), dtype)
+    write_folder(folder, model, read_arrays(values), dtype, layout)
     return values
 
 

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 from tests.checkpoint.saved_helpers import bits, flip
 from tests.data_helpers import small_tokenizer
 from tests.helpers import VARIANTS, random_model, random_values, tiny_config
-from tests.hf.legacy_helpers import save_legacy
 from tests.train_helpers import CONFIG, MODEL
 from zaya_jax import load_model, save_pretrained
 from zaya_jax.checkpoint import reader, restore
@@ -22,7 +21,6 @@ from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, PhaseConfig, to_dict
 from zaya_jax.errors import InputError
-from zaya_jax.hf.tensors import is_legacy
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.weights.load import open_weights
@@ -89,7 +87,7 @@ def test_one_layer_alone_has_no_state_scale_in_its_folder(tmp_path):
 
 def test_the_stored_dtype_is_kept_where_none_is_asked_for(tmp_path):
     model = model_of("plain", "bfloat16")
-    save_legacy(model, tmp_path / "hf")
+    save_pretrained(model, tmp_path / "hf", "legacy")
     assert_equal(load_model(f"hf:{tmp_path / 'hf'}", None)[0], model)
     path = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(path)
@@ -188,10 +186,7 @@ def test_damage_is_found_before_a_model_is_returned(saved, tmp_path):
 
 def test_a_folder_changes_its_layout_and_dtype(saved, tmp_path):
     folder, models = saved
-    save_legacy(models[1], tmp_path / "legacy")
-    shutil.copy(folder / "model" / "tokenizer.json", tmp_path / "legacy")
-    target = tmp_path / "hf"
-    assert main(["export-hf", f"hf:{tmp_path / 'legacy'}", str(target), "--dtype", "float32"]) == 0
-    assert not is_legacy(load_file(target / "model.safetensors"))
+    source, target = f"hf:{folder / 'model'}", tmp_path / "legacy"
+    assert main(["export-hf", source, str(target), "--layout", "legacy", "--dtype", "float32"]) == 0
     assert_equal(load_model(f"hf:{target}")[0], models[1])
     assert (target / "tokenizer.json").read_bytes() == (folder / "model" / "tokenizer.json").read_bytes()

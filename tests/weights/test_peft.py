@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.helpers import assert_close, random_model
-from tests.hf.legacy_helpers import save_legacy
 from tests.train_helpers import MODEL
 from tests.weights.adapter_helpers import LORA, write_adapter_run
 from zaya_jax import save_pretrained
@@ -90,9 +89,10 @@ def test_what_peft_cannot_hold_is_refused(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["import-hf", str(folder / "model"), "--output", str(tmp_path / "whole")]) == 0
     assert "trained without adapters (lora.rank)" in refused(capsys, tmp_path / "whole", out)
+    assert "--layout legacy cannot be combined" in refused(capsys, folder / "run", out, "--layout", "legacy")
     message = refused(capsys, folder / "run", out, "--base", tmp_path / "whole")
     assert f"{tmp_path / 'whole'} is not a transformers folder. Export it" in message
-    save_legacy(random_model(MODEL, 1), tmp_path / "legacy")
+    save_pretrained(jax.device_get(random_model(MODEL, 1)), tmp_path / "legacy", "legacy")
     assert "has the legacy layout" in refused(capsys, folder / "run", out, "--base", f"hf:{tmp_path / 'legacy'}")
     save_pretrained(jax.device_get(random_model(MODEL, 7)), tmp_path / "other")
     assert "is not the base model" in refused(capsys, folder / "run", out, "--base", f"hf:{tmp_path / 'other'}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import ExitCode, printable
+from zaya_jax.errors import ExitCode, InputError, printable
 from zaya_jax.run.checkpoints import Checkpoint
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
@@ -76,6 +76,8 @@ def _add_hf(add: Callable[..., Callable[..., Any]], output: dict[str, Any]) -> N
     flag("checkpoint", help=f"{_NAME}, or hf:FOLDER", metavar="CHECKPOINT")
     flag("folder", help="new or empty output folder", metavar="FOLDER", type=Path)
     flag("--dtype", help="dtype of the parameters (default: bfloat16)", default="bfloat16", choices=_DTYPES)
+    layout = "tensor layout: hf for current transformers, legacy for the first release (default: hf)"
+    flag("--layout", help=layout, default="hf", choices=["hf", "legacy"])
     carry = "folder whose tokenizer and generation files are copied (default: the run's)"
     flag("--carry", help=carry, metavar="FOLDER", type=Path)
     flag("--base", help="base model of the adapters (default: init_from of their run)", metavar="SOURCE")
@@ -108,8 +110,13 @@ def _outcome(options: argparse.Namespace) -> tuple[Iterable[str], bool]:
         case "export-hf":
             from zaya_jax.weights.interop import export_hf, export_peft
 
-            export = export_peft if options.peft else export_hf
-            return [export(options.checkpoint, options.folder, options.dtype, options.carry, options.base)], True
+            if options.peft and options.layout != "hf":
+                why = "transformers loads adapters onto the hf layout"
+                raise InputError(f"--layout legacy cannot be combined with --peft: {why}.")
+            source, carry, base = options.checkpoint, options.carry, options.base
+            if options.peft:
+                return [export_peft(source, options.folder, options.dtype, carry, base)], True
+            return [export_hf(source, options.folder, options.dtype, options.layout, carry, base)], True
         case "verify-hf":
             from zaya_jax.weights.verify import verify_hf
 

@@ -145,22 +145,11 @@ def _rope(file: ConfigFile, types: list[str]) -> tuple[dict[str, float], float]:
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the content of `config.json`; `InputError` for an ablation that `transformers` cannot represent."""
-    if unknown := set(config.layer_pattern).difference(_KINDS.values()):
-        kinds = " and ".join(_KINDS.values())
-        only = f"only models whose layers are {kinds} can be exported to transformers"
-        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but {only}.")
-    for key, value in _ONLY.items():
-        if getattr(config, key) != value:
-            values = f"{shown(getattr(config, key))}, but must be {shown(value)}"
-            raise InputError(f"model.{key} is {values} to export to transformers.")
     theirs = {kind: name for name, kind in _KINDS.items()}
     pattern = config.period * config.num_groups
     ropes = {"full": config.rope_base, "sliding": config.sliding_rope_base}
     return {
-        "architectures": ["ZayaForCausalLM"],
-        "model_type": "zaya",
-        "dtype": dtype,
-        **{key: values[0] for key, values in _FIXED.items()},
+        **header(config, dtype, _FIXED),
         **{name: getattr(config, ours) for ours, name in _SIZES.items()},
         "layer_types": [theirs[kind] for kind in pattern],
         "sliding_window": config.sliding_window,
@@ -173,3 +162,17 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
     }
+
+
+def header(config: ModelConfig, dtype: str, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the keys that start every `config.json`; `InputError` for ablations that the layouts cannot represent."""
+    if unknown := set(config.layer_pattern).difference(_KINDS.values()):
+        kinds = " and ".join(_KINDS.values())
+        only = f"only models whose layers are {kinds} can be exported to transformers"
+        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but {only}.")
+    for key, value in _ONLY.items():
+        if getattr(config, key) != value:
+            values = f"{shown(getattr(config, key))}, but must be {shown(value)}"
+            raise InputError(f"model.{key} is {values} to export to transformers.")
+    own = {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype}
+    return own | {key: values[0] for key, values in fixed.items()}

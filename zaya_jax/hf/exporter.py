@@ -1,57 +1,66 @@
-"""Write a `transformers` folder, one layer at a time, as a whole or not at all."""
+"""Write a `transformers` folder in either layout, one layer at a time, as a whole or not at all."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.config.checks import require
-from zaya_jax.data.special_tokens import find_special_tokens, token_text
-from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
+from zaya_jax.hf.finite import finite_cast
 from zaya_jax.hf.folder import INDEX
-from zaya_jax.hf.safetensors import DTYPES, TensorHeader, finite_cast, write_file
-from zaya_jax.hf.tensors import tensors
+from zaya_jax.hf.legacy_config import to_legacy
+from zaya_jax.hf.safetensors import DTYPES, TensorHeader, write_file
+from zaya_jax.hf.tensors import legacy_tensors, tensors
+from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.hf_names import HfTensor
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.run import tokenizer as names
-from zaya_jax.run.files import expanded, json_text, read_object, sync_folder, write_atomically
+from zaya_jax.run.files import expanded, json_text, sync_folder, write_atomically
 from zaya_jax.run.progress import WorkProgress
-from zaya_jax.run.tokenizer import GENERATION, TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, known, special_ids
+from zaya_jax.run.tokenizer import TOKENIZER_FILES
 from zaya_jax.run.writing import PARTIAL, new_folder, resolved
 
+Layout = Literal["hf", "legacy"]
+LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[HfTensor]]]] = {
+    "hf": (to_hf, tensors),
+    "legacy": (to_legacy, legacy_tensors),
+}
 CARD = "README.md"
 
 Read = Callable[[str, int | None], np.ndarray]
 
 
 def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax.typing.DTypeLike,
-                 carry: str | Path | None = None, card: str | None = None,
+                 layout: Layout = "hf", carry: str | Path | None = None, card: str | None = None,
                  max_shard_bytes: int = 5 * 10**9) -> None:  # fmt: skip
-    """Write a model atomically, from one process; the host holds one layer of one parameter at a time.
+    """Write a model atomically, from one process; the host holds one or two layers of a parameter at a time.
 
     `read` returns a parameter, given its name (`model.tree`) and its index in the stack (None if it is not stacked).
-    Parameters get `dtype`; balancing biases are always fp32 (docs/reference.md §12.1). Tokenizer, chat template,
-    generation files and the special tokens of `config.json` are those of the folder `carry`, and `README.md` is `card`.
-    A file has at most `max_shard_bytes`, unless a single tensor is larger.
+    Parameters get `dtype`; balancing biases are always fp32. The `layout` is 'hf' for current `transformers`
+    (docs/reference.md §12.1), 'legacy' for the first release (§12.2). Tokenizer, chat template, generation files and
+    the special tokens of `config.json` are those of the folder `carry`, and `README.md` is `card`. A file has at most
+    `max_shard_bytes`, unless a single tensor is larger.
 
-    `InputError`, before anything is written, if `folder` is not empty, `carry` is not a folder, `transformers` cannot
+    `InputError`, before anything is written, if `folder` is not empty, `carry` is not a folder, the layout cannot
     represent the architecture, or a value is not finite in `dtype`.
     """
     kind = stored_dtype(dtype)
-    described = to_hf(config, kind.name)
+    describe, names = LAYOUTS[layout]
+    described = describe(config, kind.name)
     files, ids = complete_tokenizer_files(carry)
     files |= {"config.json": json_text(described | ids)} | ({CARD: card} if card else {})
     with output_folder(folder, files) as partial:
-        _write_weights(partial, list(tensors(config)), read, kind, max_shard_bytes)
+        # The legacy layout asks for a parameter once for each expert.
+        read_once = functools.lru_cache(maxsize=1)(read)
+        _write_weights(partial, list(names(config)), read_once, kind, max_shard_bytes)
 
 
 def stored_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
@@ -63,7 +72,7 @@ def stored_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     return kind
 
 
-def save_pretrained(model: Zaya, folder: str | Path) -> None:
+def save_pretrained(model: Zaya, folder: str | Path, layout: Layout = "hf") -> None:
     """Write `model` as a `transformers` folder, in the dtype of its embedding; raises like `write_folder`.
 
     `InputError` also if the model is `unrolled`.
@@ -71,7 +80,7 @@ def save_pretrained(model: Zaya, folder: str | Path) -> None:
     if len(model.blocks) != len(model.config.layer_kinds):
         raise InputError("This model was unrolled to generate. Save the model that it was made from.")
     values = {**parameters(model), **balancing_biases(model)}
-    write_folder(folder, model.config, read_arrays(values), model.dtype)
+    write_folder(folder, model.config, read_arrays(values), model.dtype, layout)
 
 
 def read_arrays(values: Mapping[str, jax.Array]) -> Read:
@@ -150,39 +159,3 @@ def output_folder(folder: str | Path, files: Mapping[str, Path | str]) -> Iterat
         if str(error.filename or partial).startswith(str(partial)):
             error.filename = str(folder)
         raise
-
-
-def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path | str], dict[str, Any]]:
-    """Return the tokenizer files of an export, and its special tokens.
-
-    A file is added, or keys to it, if `transformers` would otherwise guess: without `tokenizer_class` it loads a Gemma
-    tokenizer, without `eos_token_id` text ends at Gemma's. A value that is present stays.
-
-    The `folder` is a run's `tokenizer/`, a `transformers` folder or one of prepared data; None for no files. Returns
-    name → file to copy or text to write; and `bos_token_id`, `eos_token_id` and `pad_token_id` for `config.json`, null
-    where unknown. `InputError` if `folder` is no folder, a file cannot be read, or no token is known to end a text.
-    """
-    if folder is None:
-        return {}, special_ids(None)
-    folder = expanded(folder)
-    require(folder.is_dir(), "--carry", str(folder), "an existing folder")
-    files: dict[str, Path | str] = {path.name: path for path in names.tokenizer_files(folder)}
-    settings = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
-    generation = read_object(folder / GENERATION) if GENERATION in files else {}
-    ids = special_ids(folder)
-    if TOKENIZER in files and (ids["eos_token_id"] is None or "tokenizer_class" not in settings):
-        special = find_special_tokens(folder / TOKENIZER, chat=True, eot=None, bos=None)
-        token_id = load_tokenizer(folder / TOKENIZER, special.eot).token_id
-        eos = special.eos or special.eot
-        pad = token_text(settings, "pad_token", folder / TOKENIZER_CONFIG) or special.eot
-        stops = list(dict.fromkeys(token_id(text) for text in (eos, special.eot)))
-        bos, ends = None if special.bos is None else token_id(special.bos), stops if len(stops) > 1 else stops[0]
-        detected = {"bos_token_id": bos, "eos_token_id": ends, "pad_token_id": token_id(pad)}
-        ids = {key: detected[key] if value is None else value for key, value in ids.items()}
-        defaults = names.tokenizer_settings(special.bos, eos, pad)
-        if names.SPECIAL_MAP in files:  # it names the tokens
-            defaults = {key: value for key, value in defaults.items() if not key.endswith("_token")}
-        files[TOKENIZER_CONFIG] = json_text(defaults | settings)
-    if files and known(ids).keys() - known(generation).keys():
-        files[GENERATION] = json_text(known(ids) | known(generation))
-    return files, ids

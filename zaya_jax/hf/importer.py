@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zaya_jax.errors import InputError
+from zaya_jax.hf.finite import finite_cast
 from zaya_jax.hf.folder import Folder
-from zaya_jax.hf.safetensors import TensorFile, finite_cast
+from zaya_jax.hf.safetensors import TensorFile
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.model.hf_names import HfTensor
 from zaya_jax.model.router import is_inert

@@ -1,4 +1,4 @@
-"""Convert `config.json` of a legacy ZAYA folder to `ModelConfig` (docs/reference.md §12.2, §12.3).
+"""Convert `config.json` of a legacy ZAYA folder to `ModelConfig` and back (docs/reference.md §12.2, §12.3).
 
 There are two dialects: the released 8B has a number per key, ZAYA1-base a list per key with one entry per sublayer.
 Our decisions where the sources are silent:
@@ -6,7 +6,8 @@ Our decisions where the sources are silent:
 - `cca_num_q_heads`, if present, is the number of query heads; `num_attention_heads` is then the number before
   compression, which gives the head size if neither `head_dim` nor `kv_channels` does.
 - Lists can have surplus entries, which are ignored; all sublayers of a kind must agree.
-- All sliding layers must have the same window. The legacy value excludes the current token.
+- All sliding layers must have the same window. The legacy value excludes the current token, so a window of one token
+  cannot be written.
 - Unknown keys with a ZAYA prefix (`_OWN`) are rejected, because they might change the computation. Of the other keys,
   only those like `quantization_config` are rejected.
 """
@@ -17,9 +18,10 @@ from typing import Any
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.checks import shown
 from zaya_jax.config.model import AttentionKind
-from zaya_jax.hf.config import ConfigFile
+from zaya_jax.errors import InputError
+from zaya_jax.hf.config import ConfigFile, header
 
-_FIXED: dict[str, tuple[Any, ...]] = {  # supported values
+_FIXED: dict[str, tuple[Any, ...]] = {  # supported values; the first is written
     "cca": (True,),
     "activation_func": ("swiglu",),
     "normalization": ("RMSNorm",),
@@ -38,10 +40,29 @@ _OBSOLETE = {"zaya_high_prec", "num_experts_per_tok", "num_attention_heads_list"
 _OWN = ("zaya_", "cca_", "moe_", "swa_", "rope_", "rotary_", "num_", "ffn_", "router_", "smoe_")
 _SLIDING = {"full_attention": "full", "hybrid": "full", "sliding_attention": "sliding", "hybrid_sliding": "sliding"}
 
-_READ = {"vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_query_groups", "head_dim"}
-_READ |= {"kv_channels", "num_experts", "zaya_mlp_expansion", "max_position_embeddings", "cca_time0", "cca_time1"}
-_READ |= {"swa_rotary_base", "rope_theta", "partial_rotary_factor", "attention_bias", "lm_head_bias", "norm_epsilon"}
-_READ |= {"initializer_range", "num_hidden_layers", "num_query_groups_list", "ffn_hidden_size", "ffn_hidden_size_list"}
+_WRITTEN = {  # theirs: ours
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_query_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "num_query_groups": "num_kv_heads",
+    "head_dim": "head_dim",
+    "kv_channels": "head_dim",
+    "num_experts": "num_experts",
+    "zaya_mlp_expansion": "router_size",
+    "max_position_embeddings": "max_positions",
+    "cca_time0": "depthwise_kernel",
+    "cca_time1": "grouped_kernel",
+    "swa_rotary_base": "sliding_rope_base",
+    "rope_theta": "rope_base",
+    "partial_rotary_factor": "rotary_fraction",
+    "attention_bias": "attention_bias",
+    "lm_head_bias": "head_bias",
+    "norm_epsilon": "norm_eps",
+    "initializer_range": "init_std",
+}
+
+_READ = {*_WRITTEN, "num_hidden_layers", "num_query_groups_list", "ffn_hidden_size", "ffn_hidden_size_list"}
 _READ |= {"zaya_layers", "cca_num_q_heads", "swa_layers", "rotary_base", "rope_pct"}
 
 
@@ -141,3 +162,24 @@ def _windows(file: ConfigFile, sublayers: int) -> tuple[tuple[AttentionKind, ...
     if width is None and spans:
         width = spans.pop() + 1
     return tuple(kinds), width if "sliding" in kinds else None
+
+
+def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Return the content of a `config.json` in the released 8B's dialect; `InputError` if it cannot represent it."""
+    described = header(config, dtype, _FIXED)
+    pattern = config.period * config.num_groups
+    sliding = "sliding" in pattern
+    if sliding and config.sliding_window == 1:
+        problem = "which the legacy layout cannot represent (it stores the window minus 1, and 0 means full attention)"
+        raise InputError(f"model.sliding_window is 1, {problem}; export with --layout hf.")
+    back = (config.sliding_window or 1) - 1
+    return {
+        **described,
+        **{key: getattr(config, ours) for key, ours in _WRITTEN.items()},
+        "num_hidden_layers": 2 * config.num_layers,
+        "ffn_hidden_size": 2 * config.expert_size,
+        "swa_layers": [tokens for kind in pattern for tokens in (back * (kind == "sliding"), 0)] if sliding else None,
+        "sliding_window": None,  # given by swa_layers
+        "residual_in_fp32": True,
+        "zaya_high_prec": True,
+    }

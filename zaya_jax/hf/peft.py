@@ -10,8 +10,9 @@ from typing import Any
 
 from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.hf.config import to_hf
-from zaya_jax.hf.exporter import CARD, Read, complete_tokenizer_files, output_folder, stored_dtype, write_tensors
+from zaya_jax.hf.exporter import CARD, Read, output_folder, stored_dtype, write_tensors
 from zaya_jax.hf.tensors import tensors
+from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.experts import HF_EXPERTS
 from zaya_jax.model.hf_names import HfTensor, transposed
 from zaya_jax.model.lora import ADAPTED, adapter_names

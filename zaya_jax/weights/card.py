@@ -19,7 +19,7 @@ _EVALUATIONS = "evaluations"  # where `evaluate` records scores in a run folder
 # A damaged record, or one of another version, has other types.
 _UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
 
-Kind = Literal["hf", "peft"]
+Kind = Literal["hf", "legacy", "peft"]
 _USE: dict[Kind, str] = {
     "hf": """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 ```""",
+    "legacy": "The folder has the layout of ZAYA1's first release, which current `transformers` does not load.",
     "peft": """```python
 from peft import AutoPeftModelForCausalLM
 

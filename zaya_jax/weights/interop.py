@@ -12,7 +12,7 @@ from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, to_dict
 from zaya_jax.config.weight_source import HF
 from zaya_jax.errors import InputError
-from zaya_jax.hf.exporter import Read, write_folder
+from zaya_jax.hf.exporter import Layout, Read, write_folder
 from zaya_jax.hf.peft import write_peft_folder
 from zaya_jax.model.tree import abstract_weights, is_balancing_bias
 from zaya_jax.run.checkpoints import CHECKPOINTS
@@ -44,7 +44,9 @@ def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -
     return f"Imported {weights.folder} into {output / CHECKPOINTS / '0'}."
 
 
-def export_hf(source: str, folder: Path, dtype: str, carry: Path | None = None, base: str | None = None) -> str:
+def export_hf(
+    source: str, folder: Path, dtype: str, layout: Layout = "hf", carry: Path | None = None, base: str | None = None
+) -> str:
     """Write weights as a folder that `transformers` loads; adapters are merged into their base model. Say so.
 
     See `open_weights` for `source` and `base`, `write_folder` for the others; without `carry`, the tokenizer and
@@ -52,8 +54,8 @@ def export_hf(source: str, folder: Path, dtype: str, carry: Path | None = None, 
     """
     weights = open_weights(source, "CHECKPOINT", base)
     weights.verify()
-    card = model_card(weights, folder, dtype)
-    write_folder(folder, weights.config, weights.read, dtype, carry or weights.tokenizer, card)
+    card = model_card(weights, folder, dtype, layout)
+    write_folder(folder, weights.config, weights.read, dtype, layout, carry or weights.tokenizer, card)
     hint = "" if (folder / TOKENIZER).exists() else " It has no tokenizer; add one with --carry FOLDER."
     return f"Exported {weights.folder} to {folder} in {dtype}.{hint}"
 

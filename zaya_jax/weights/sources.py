@@ -17,9 +17,9 @@ from zaya_jax.config.weight_source import hf_folder
 from zaya_jax.data.special_tokens import find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
+from zaya_jax.hf.finite import finite_cast
 from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
-from zaya_jax.hf.safetensors import finite_cast
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, is_stacked, with_values
 from zaya_jax.model.zaya import Zaya, abstract_model
