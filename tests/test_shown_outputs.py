@@ -26,6 +26,7 @@ Run folder: runs/tiny
 PRINTED = """data: 7 files
 step 10/600 | loss 6.5 | ETA 5:10
 step 300/600 | loss 3.1 | ETA 2:30
+step 500/600 | loss 2.4 | ETA 0:00
 step 600/600 | loss 2.2 | ETA 0:00
 Continuation:
 

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -25,7 +26,6 @@ import textwrap
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 
 from tests.browser_helpers import CHROMIUM
@@ -90,7 +90,7 @@ def blocks(text: str) -> list[Block]:
 def shown(text: str) -> Iterator[tuple[Block, Block]]:
     """The pairs of a block of commands and the output that a page shows after it."""
     found = blocks(text)
-    for commands, output in pairwise(found):
+    for commands, output in itertools.pairwise(found):
         if output.language == "text" and commands.language in ("bash", "sh", "python"):
             yield commands, output
 
@@ -103,11 +103,11 @@ def form(line: str) -> str:
 def align(shown: list[str], printed: list[str]) -> list[int | None]:
     """For each shown line, the printed line that it stands for; None for `...`, and for free text.
 
-    That is the next line if it has the same form; at the beginning and after `...` the most similar later line of that
-    form.
+    That is the next line if it has the same form. At the beginning and after `...` it is the later line of that form
+    after which most of the next shown lines follow in their form, too, and of these the most similar one.
     """
     forms, places, cursor, after_gap = [form(line) for line in printed], [], 0, True
-    for line in shown:
+    for index, line in enumerate(shown):
         places.append(None)
         if line.strip() == _GAP:
             after_gap = True
@@ -116,6 +116,9 @@ def align(shown: list[str], printed: list[str]) -> list[int | None]:
         if not after_gap:
             found = [place for place in found if place == cursor]
         if found:
+            together = [form(each) for each in itertools.takewhile(lambda each: each.strip() != _GAP, shown[index:])]
+            alike = {place: sum(map(str.__eq__, together, forms[place:])) for place in found}
+            found = [place for place in found if alike[place] == max(alike.values())]
             places[-1] = max(found, key=lambda place: difflib.SequenceMatcher(None, line, printed[place]).ratio())
         cursor, after_gap = (places[-1] if found else cursor) + 1, False
     return places

@@ -167,7 +167,7 @@ def run_training(
         del state, base  # so that the trainer can free what a step or a phase replaces
         trainer.record_changes()
         trainer.write_phase_ends()
-        while trainer.steps_done < total_steps(config) and not trainer.patience_is_over():
+        while trainer.steps_done < total_steps(config) and not trainer.patience.is_over(config, trainer.steps_done):
             trainer.step()
             if samples := trainer.sample_is_due():
                 trainer.sample()
@@ -175,7 +175,7 @@ def run_training(
             if evaluates:
                 trainer.observe(trainer.evaluate()[heldout.name])
                 trainer.draw(heldout)  # before the save, so that the plot is never behind the checkpoint
-            is_end = is_phase_end or trainer.patience_is_over()
+            is_end = is_phase_end or trainer.patience.is_over(config, trainer.steps_done)
             saves, stops = is_end or trainer.save_is_due(), signals.reached()
             if saves or stops:
                 trainer.save()

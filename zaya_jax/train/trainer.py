@@ -136,10 +136,6 @@ class Trainer:
         """Take note of the held-out loss after the last step, for `evaluation.patience`."""
         self.patience = self.patience.after(self._config.phases[self._phase].name, self.steps_done, loss)
 
-    def patience_is_over(self) -> bool:
-        """Return whether the run ends after the last step, which is not its phase's."""
-        return self.patience.is_over(self._config, self.steps_done)
-
     def sample_is_due(self) -> bool:
         """Return whether to draw a sample after the last step; that of the finished run is in its report."""
         every = self._config.sample.every
