@@ -29,14 +29,14 @@ def used(monkeypatch):
     return loads
 
 
-def save(folder, steps=(1, 2), **config):
-    with open_store(folder / "run", local_dir=str(folder / "node"), **config) as store:
+def save(folder, steps=(1, 2), run="run", node="node", **config):
+    with open_store(folder / run, local_dir=str(folder / node), **config) as store:
         for step in steps:
             store.save(step, make_state(step, WIDTH), ABOUT)
 
 
-def restored(folder):
-    step, state = newest(folder / "run", None, WIDTH, local_dir=str(folder / "node"))
+def restored(folder, run="run", node="node"):
+    step, state = newest(folder / run, None, WIDTH, local_dir=str(folder / node))
     assert not differing(state, make_state(step, WIDTH))
     return step
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.aegis.copies import Copies
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.faults import parse_fault
@@ -102,12 +103,13 @@ def _join(command: TrainingCommand, spares: int, name: str, stack: contextlib.Ex
     argv = digest("\0".join(command.argv).encode(errors="surrogateescape"))
     job = {"nodes": command.nodes, "spares": spares, "processes": len(command.devices), "command": argv}
     place = Place(command.node, name, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
+    copies = None if command.config is None else Copies(command.config)
     if command.node:
-        return functools.partial(Member, place, leader=None)
+        return functools.partial(Member, place, leader=None, copies=copies)
     listener = stack.enter_context(open_listener(coordinator, patience))
     secret = stack.enter_context(share_secret(place.secret))
     leader = LeaderProcess(listener, secret, command.run_dir / AEGIS, job, patience)
-    return functools.partial(Member, place, leader=leader)
+    return functools.partial(Member, place, leader=leader, copies=copies)
 
 
 def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:

@@ -8,7 +8,7 @@ reports which attempt runs. Ranks belong to one attempt; a node that comes back 
 import dataclasses
 import enum
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
@@ -44,6 +44,8 @@ class Report:
     text: str = ""  # why the attempt failed, or the supervisor ends
     code: int = 0  # exit code with which it ends
     event: int | None = None  # the event of the failure in the node's own log
+    address: str = ""  # where it serves copies of checkpoints, see `Copies`; empty if it serves none
+    held: int | None = None  # step of the checkpoint of which it holds every part, verified
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Self:
@@ -63,6 +65,8 @@ class Order:
     text: str = ""  # why it was stopped, or the job ended
     code: int | None = None  # exit code with which all supervisors end; None while the job goes on
     event: int | None = None  # the event that this follows from in the job's log
+    peers: Sequence[str] = ()  # where to get copies, node 0 first: from it alone unless `copies`
+    copies: bool = False  # whether to get copies of the newest checkpoint: a spare, or a node that replaces another
 
 
 # Writes an event to the log of the job, and returns its id.
@@ -82,6 +86,7 @@ class Roster:
         self.lost: dict[int, str] = {}  # index → sentence
         self.ranks: dict[int, int] = {}  # of the nodes in this attempt, or before it the last one; by index
         self.order = Order(attempt)  # for all, without a rank
+        self._replacements: set[int] = set()  # nodes that have a rank in this attempt and had none before
         self._finished: set[int] = set()  # ranks
         self._incomplete_since: float | None = None  # while an attempt that this leader did not start lacks ranks
         self._waiting_since: float | None = None  # while nodes are missing
@@ -95,7 +100,11 @@ class Roster:
 
     def order_for(self, index: int) -> Order:
         """Return what a member is to do."""
-        return dataclasses.replace(self.order, rank=self.ranks.get(index))
+        rank = self.ranks.get(index)
+        copies = index in self._replacements if rank is not None else self.order.runs
+        others = [each for number, each in sorted(self.members.items()) if number != index and each.address]
+        peers = [each.address for each in others if each.index == 0 or copies]
+        return dataclasses.replace(self.order, rank=rank, peers=peers, copies=copies)
 
     def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Order | None:
         """Add a member of the `job`, or return the order with which it is rejected."""
@@ -214,6 +223,7 @@ class Roster:
         kept = {index: rank for index, rank in self.ranks.items() if index in self.members}
         free = sorted(set(range(self._nodes)) - set(kept.values()))
         self.ranks = kept | dict(zip(sorted(self.members.keys() - kept.keys()), free, strict=False))
+        self._replacements = self.ranks.keys() - kept.keys() if kept else set()
         self._finished, self._has_ordered = set(), True
         attempt = 1 + max(self.order.attempt, *(report.attempt for report in self.members.values()))
         seats = sorted((rank, index) for index, rank in self.ranks.items())
