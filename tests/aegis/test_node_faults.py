@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from tests.aegis.cluster_helpers import Cluster, Node, can_make_networks, make_nodes
-from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.aegis.state import STATE, read_fields
+from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
 from zaya_jax.run.fencing import read_token
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(not can_make_networks(), reason="needs root for namespaces")]
@@ -72,6 +73,47 @@ def find(node: Node, module: str) -> psutil.Process:
     """The process of a node that runs a module: the trainer or the leader."""
     (found,) = [each for pid in node.pids if module in (each := psutil.Process(pid)).cmdline()[:3]]
     return found
+
+
+def wait_for_copy(cluster: Cluster, node: Node) -> int:
+    """Wait until a spare holds the newest checkpoint, and its processes have opened the data; return the step."""
+    deadline = time.monotonic() + 60
+    while True:
+        state = read_fields(cluster.run_dir / "aegis" / STATE, {"nodes": list})
+        held = next((each["held"] for each in state.get("nodes", ()) if each["node"] == node.index), None)
+        if held is not None and held == max(saved_steps(cluster.run_dir / CHECKPOINTS)):
+            return held
+        assert time.monotonic() < deadline, "\n---\n".join(map(cluster.said, cluster.nodes))
+        time.sleep(0.02)
+
+
+def compiled(folder: Path, node: int) -> set[str]:
+    """Names of the compiled programs on a node's disk."""
+    return {path.name for path in (folder / f"zaya{node}" / "compiled").iterdir()}
+
+
+def test_a_spare_has_the_checkpoint_the_compiled_programs_and_the_imports_of_a_node_that_is_lost(tmp_path, expected):
+    with make_nodes(4) as nodes:
+        cluster = Cluster(tmp_path, nodes, 3, STEPS, *OVERRIDES)
+        cluster.own_cache = True
+        cluster.start_all()
+        cluster.wait_for_step(FAULT_AT)
+        held, waiting = wait_for_copy(cluster, nodes[3]), find(nodes[3], "zaya_jax.main")
+        deadline = time.monotonic() + 20
+        while not (own := compiled(tmp_path, 0)) or not own <= compiled(tmp_path, 3):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        began = time.time()
+        nodes[1].send(signal.SIGKILL)
+        wait_for_attempt(cluster, 2)
+        measure("node killed, each node with compiled programs of its own", cluster, began)
+        assert find(nodes[3], "zaya_jax.main") == waiting
+        restored = [line for line in cluster.said(nodes[0]).splitlines() if line.startswith("Restored")]
+        assert len(restored) == 1
+        assert restored[0].startswith(f"Restored the checkpoint of step {held}: ")
+        assert f"bytes from copies on the nodes, 0 from {cluster.run_dir}" in restored[0]
+        assert cluster.wait(nodes) == [0, -signal.SIGKILL, 0, 0]
+        assert cluster.results() == expected
 
 
 def test_a_killed_node_is_replaced_about_as_fast_as_a_killed_process(tmp_path, expected):

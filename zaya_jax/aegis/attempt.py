@@ -46,12 +46,19 @@ _ACTED_ON = (FaultClass.GPU, FaultClass.NETWORK, FaultClass.NON_FINITE, FaultCla
 class Attempt:
     """Starts the processes; `run` returns when all have ended."""
 
-    def __init__(self, job: JobState, processes: Sequence[Process], monitor: Monitor, command: TrainingCommand) -> None:
-        """Start the processes of `command`; raises `OSError` if one cannot be started."""
+    def __init__(
+        self,
+        job: JobState,
+        processes: Sequence[Process],
+        monitor: Monitor,
+        command: TrainingCommand,
+        standby: ProcessGroup | None = None,
+    ) -> None:
+        """Start the processes of `command`, unless they are on `standby`; raises `OSError` if one cannot be started."""
         self._job, self._policy, self._log, self._monitor = job, job.policy, job.log, monitor
         self._log.attempt += 1
         needs_records = command.names_trainer or job.best_step >= 0  # which has trained before
-        self._group = ProcessGroup(processes, job.outputs, expects_records=needs_records)
+        self._group = standby or ProcessGroup(processes, job.outputs, expects_records=needs_records)
         self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes), **job.job_cause)
         self._hangs = HangWatch(job.timeouts, expects_records=command.config is not None)
         self._is_saved = command.is_saved

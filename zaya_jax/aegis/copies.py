@@ -35,7 +35,7 @@ from zaya_jax.run.signals import warn
 from zaya_jax.run.writing import new_file, private_folder, resolved
 
 _EVERY = 1.0  # seconds between two looks at the newest checkpoint
-_COMPILED_EVERY = 15.0  # seconds between two looks at the compiled programs of node 0
+_COMPILED_EVERY = 5.0  # seconds between two looks at the compiled programs of node 0
 _CONNECT = 5.0  # seconds that connecting and the proofs may take
 _PATIENCE = 10.0  # seconds that a stranger's proof may take
 _MOST_CONNECTIONS = 16  # of other nodes at a time
@@ -59,11 +59,12 @@ class Copies:
         self._compiled = expanded(compiled) if compiled else None
         self._secret = ""
         self._peers, self._gets, self._has_rank = list[str](), False, False
-        self._target: int | None = None  # step of which this node gets a copy
+        self._target: int | None = None  # step of which this node has begun to get a copy
         self._missing: dict[str, tuple[int, str]] | None = None  # parts of it: file → bytes, digest
         self._reported: set[str] = set()
         self._connections = threading.Semaphore(_MOST_CONNECTIONS)
         self.address = ""  # where this node serves, HOST:PORT
+        self.newest: int | None = None  # step of the newest checkpoint when this node last had no rank
         self.held: int | None = None  # the step of which this node holds all parts, verified
 
     def start(self, host: str, secret: str) -> None:
@@ -142,22 +143,21 @@ class Copies:
         while True:
             time.sleep(_EVERY)
             try:
-                if self._peers and self._gets and self._local is not None:
-                    self._get_checkpoint(self._local)
+                if self._gets and (not self._has_rank or self.newest is None):
+                    self.newest = max(saved_steps(self._checkpoints), default=None)
+                if self._peers and self._gets and self._local is not None and self.newest is not None:
+                    self._get_checkpoint(self._local, self.newest)
                 if self._peers and self._compiled is not None and time.monotonic() > looked + _COMPILED_EVERY:
                     looked = time.monotonic()
                     self._get_compiled(self._compiled)
             except (OSError, InputError, ValueError, TypeError) as error:
                 self._report(f"Copies of other nodes cannot be used yet: {getattr(error, 'strerror', None) or error}.")
 
-    def _get_checkpoint(self, local_dir: str) -> None:
-        """Get the missing parts of the newest checkpoint; with a rank, of the one that was the newest before."""
-        if not self._has_rank or self._target is None:
-            newest = max(saved_steps(self._checkpoints), default=None)
-            if newest is not None and newest != self._target:
-                self._target, self._missing = newest, None
-        step = self._target
-        if step is None or self._missing == {}:
+    def _get_checkpoint(self, local_dir: str, step: int) -> None:
+        """Get the missing parts of a checkpoint, which those who have them may not have written yet."""
+        if step != self._target:
+            self._target, self._missing = step, None
+        if self._missing == {}:
             return
         with private_folder(copies_folder(local_dir, self._checkpoints)) as home:
             folder = home / str(step)

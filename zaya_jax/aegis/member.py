@@ -91,6 +91,12 @@ class Member:
         return None
 
     @property
+    def is_idle_spare(self) -> bool:
+        """True if others train and have saved a checkpoint, but this node has no rank."""
+        order = self.order
+        return order.runs and order.rank is None and self._copies is not None and self._copies.newest is not None
+
+    @property
     def ended(self) -> tuple[int, str] | None:
         """How the job has ended: exit code and sentence. None while it goes on, and the leader sends."""
         # Every thread that asks counts: the one that talks to the leader may wait for a file system or a name server.

@@ -18,6 +18,7 @@ from zaya_jax.config import Config, from_dict, load_config
 from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
 from zaya_jax.config.stages import micro_batch, rows_before, stages, total_steps
 from zaya_jax.errors import InputError
+from zaya_jax.run import standby
 from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps, usable_checkpoints
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import CONFIG, read_config
@@ -25,6 +26,7 @@ from zaya_jax.run.job_secret import VARIABLE, make_secret
 from zaya_jax.run.launcher import node_index
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.patience import ended_early
+from zaya_jax.run.standby import Place
 
 _TRAINING = (("zaya_jax.main",), ("zaya_jax", "train"), ("zaya", "train"))  # how a training command can be written
 _TICK = 0.05  # seconds
@@ -66,6 +68,16 @@ class TrainingCommand:
             flags = [*job, str(self.node * here + index)] if count > 1 else []
             listed.append(([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret}))
         return listed
+
+    def places(self) -> list[Place]:
+        """Return the place of each process on this node; there must be several nodes."""
+        here, address, secret = len(self.devices), self.coordinator or "", self.secret or ""
+        return [Place(address, self.nodes * here, self.node * here + index, secret) for index in range(here)]
+
+    def standbys(self) -> list[tuple[list[str], dict[str, str]]]:
+        """Return the command and the variables of each process that is to wait for its place."""
+        devices = [{"JAX_LOCAL_DEVICE_IDS": str(device), standby.VARIABLE: "1"} for device in self.devices]
+        return [(list(self.argv), variables) for variables in devices]
 
     def with_fewer_devices(self, lost: int | None) -> Self | None:
         """Return the command without the device `lost` (the last, if None), on as many others as its batches allow.
