@@ -99,6 +99,8 @@ class Cluster:
             *overrides, f"run_dir={self.run_dir}", f"checkpoint.local_dir={folder}/local", "--peer-timeout", "60",
         ]  # fmt: skip
         self.own_cache = False  # whether each node keeps compiled programs for itself
+        self.flags: list[str] = []  # of all supervisors
+        self.environment: dict[str, str] = {}
 
     def start(self, node: Node) -> None:
         spares = len(self.nodes) - self.needed
@@ -107,9 +109,9 @@ class Cluster:
             str(self.folder),
             sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"),
             "--nodes", str(self.needed), "--spares", str(spares), "--node", str(node.index),
-            "--coordinator", f"{self.nodes[0].address}:{PORT}", "--", *self.trainer,
+            "--coordinator", f"{self.nodes[0].address}:{PORT}", *self.flags, "--", *self.trainer,
         ]  # fmt: skip
-        environment = {**os.environ, "XLA_FLAGS": CHEAP, "JAX_PLATFORMS": "cpu"}
+        environment = {**os.environ, "XLA_FLAGS": CHEAP, "JAX_PLATFORMS": "cpu", **self.environment}
         if self.own_cache:
             environment["JAX_COMPILATION_CACHE_DIR"] = f"{self.folder}/compiled"
         with (self.folder / f"output-{node.index}").open("ab") as output:

@@ -74,6 +74,8 @@ def _run(options: argparse.Namespace) -> int:
         require(value >= 1, flag, value, "at least 1")
     require(options.spares >= 0, "--spares", options.spares, "at least 0")
     require(options.spares == 0 or options.nodes > 1, "--spares", options.spares, "0 unless --nodes is at least 2")
+    least = options.min_nodes
+    require(least is None or 1 <= least <= options.nodes, "--min-nodes", least, f"from 1 to --nodes {options.nodes}")
     policy = load_policy(options.policy)
     place = {"nodes": options.nodes, "spares": options.spares, "node": options.node, "coordinator": options.coordinator}
     command = read_command(options.command, options.processes, options.run_dir, **place)
@@ -91,24 +93,29 @@ def _run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         if not _lock(folder, stack):
             return SupervisorExit.RETRY_ELSEWHERE
-        join = _join(command, options.spares, node, stack) if command.nodes > 1 else None
+        join = _join(command, options, node, stack) if command.nodes > 1 else None
         return Supervisor(command, policy, folder, node, environment, join).run()
 
 
-def _join(command: TrainingCommand, spares: int, name: str, stack: contextlib.ExitStack) -> Callable[[int], Member]:
+def _join(
+    command: TrainingCommand, options: argparse.Namespace, name: str, stack: contextlib.ExitStack
+) -> Callable[[int], Member]:
     """Return what joins the job of several nodes; node 0 listens from now on, and has the secret of the job."""
     coordinator = command.coordinator or ""
     host, port = leader_address(coordinator)
     patience = float(select_preset(None if command.config is None else command.config.preset).join_seconds)
     argv = digest("\0".join(command.argv).encode(errors="surrogateescape"))
-    job = {"nodes": command.nodes, "spares": spares, "processes": len(command.devices), "command": argv}
+    least = options.min_nodes or command.nodes
+    job = {"nodes": command.nodes, "spares": options.spares, "min_nodes": least}
+    job |= {"processes": len(command.devices), "command": argv}
     place = Place(command.node, name, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
     copies = None if command.config is None else Copies(command.config)
     if command.node:
         return functools.partial(Member, place, leader=None, copies=copies)
     listener = stack.enter_context(open_listener(coordinator, patience))
     secret = stack.enter_context(share_secret(place.secret))
-    leader = LeaderProcess(listener, secret, command.run_dir / AEGIS, job, patience)
+    smaller = command.smaller_jobs(least)
+    leader = LeaderProcess(listener, secret, command.run_dir / AEGIS, job, patience, smaller)
     return functools.partial(Member, place, leader=leader, copies=copies)
 
 
@@ -188,6 +195,8 @@ def _parser() -> Parser:
     _add_number(run, "--processes", 1, f"processes to start on this machine; {several}")
     _add_number(run, "--nodes", 1, "nodes of the job, each with its own supervisor and as many processes (default: 1)")
     _add_number(run, "--spares", 0, "further nodes that wait until they replace one that is lost (default: 0)")
+    text = "continue on fewer nodes, but at least N, when no spare is left, and on more again when nodes return"
+    run.add_argument("--min-nodes", type=int, metavar="N", help=f"{text} (default: that of --nodes)")
     launcher = "(default: set by Slurm or Kubernetes)"
     run.add_argument("--node", type=int, metavar="I", help=f"index of this node, from 0 {launcher}")
     run.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (several nodes only)")

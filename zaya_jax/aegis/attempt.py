@@ -244,6 +244,9 @@ class Attempt:
             self._planned = self._planned or Failure(
                 FaultClass.PEERS, "node-lost" if stop.is_lost else "job-stop", None, step, seen.text, step
             )
+        if stop.saves:
+            self._ask_to_stop(signal.SIGTERM, event)
+            return
         self._kill_at = self._kill_at or now + self._policy.settle_seconds
         if stop.is_lost:  # the others wait for it, and their stacks say no more
             self._group.kill()

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -52,16 +52,22 @@ class Leader:
     """Keeps a connection to each member, and tells the `Roster` what happens to it; `run` returns at the job's end."""
 
     def __init__(
-        self, listener: socket.socket, secret: str, folder: Path, job: Mapping[str, Any], patience: float
+        self,
+        listener: socket.socket,
+        secret: str,
+        folder: Path,
+        job: Mapping[str, Any],
+        patience: float,
+        smaller: Sequence[int],
     ) -> None:
         """Listen to supervisors of a `job` (`nodes`, `spares`, …); its log and state are in `folder`.
 
-        `patience` is how long to wait for missing nodes, in seconds.
+        `patience` is how long to wait for missing nodes, in seconds; then one of the `smaller` numbers will do.
         """
         self._folder, self._job = folder, job
         self._files = FileWorker()
         self._log = EventLog(folder, LEADER, self._files)
-        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write)
+        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write, smaller)
         self._members: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers = Strangers(self._selector, secret, self._admit)
@@ -149,7 +155,7 @@ class Leader:
         ]
         state = "ended" if roster.has_ended else "running" if roster.order.runs else "waiting"
         details = {"attempt": roster.order.attempt, "nodes": nodes, "lost": dict(roster.lost), "why": roster.order.text}
-        details |= {"needed": self._job["nodes"], "strangers": self._strangers.rejected, "exit_code": roster.order.code}
+        details |= {"needed": roster.order.nodes, "strangers": self._strangers.rejected, "exit_code": roster.order.code}
         folder = self._folder
         self._state = self._files.submit(lambda: write_state(folder, state=state, **details))
         self._log.flush()
@@ -162,7 +168,7 @@ def main() -> None:
     arguments = cast("dict[str, Any]", json.loads(sys.argv[1]))
     listener = socket.socket(fileno=arguments["listener"])
     secret, folder = os.environ[VARIABLE], Path(arguments["folder"])
-    Leader(listener, secret, folder, arguments["job"], arguments["patience"]).run()
+    Leader(listener, secret, folder, arguments["job"], arguments["patience"], arguments["smaller"]).run()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,18 @@ class LeaderProcess:
     """
 
     def __init__(
-        self, listener: socket.socket, secret: str, folder: Path, job: Mapping[str, Any], patience: float
+        self,
+        listener: socket.socket,
+        secret: str,
+        folder: Path,
+        job: Mapping[str, Any],
+        patience: float,
+        smaller: Sequence[int],
     ) -> None:
         """Start no process yet; the arguments are those of `Leader`."""
         self._listener = listener
         arguments = {"listener": listener.fileno(), "folder": str(folder), "job": dict(job), "patience": patience}
+        arguments["smaller"] = list(smaller)
         self._argv = [sys.executable, "-m", "zaya_jax.aegis.leader", json.dumps(arguments)]
         self._environment = {**os.environ, VARIABLE: secret}
         self._process: subprocess.Popen[bytes] | None = None

@@ -37,6 +37,7 @@ class Stop(NamedTuple):
     is_lost: bool  # they wait in vain for a node, so there is no evidence in them
     is_request: bool  # the job was asked to stop, so they may save
     event: int | None  # in the job's log
+    saves: bool = False  # they must save first, since the job continues on more nodes
 
 
 class Place(NamedTuple):
@@ -86,7 +87,7 @@ class Member:
         while self.ended is None and idle():
             order = self.order
             if order.runs and order.rank is not None and order.attempt > self._report.attempt:
-                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank)
+                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes)
                 return order, prove(self._secret, "attempt", str(order.attempt), order.nonce)
         return None
 
@@ -114,7 +115,8 @@ class Member:
         if order.runs and (order.attempt, order.rank) == (report.attempt, report.rank):
             return None
         text = order.text if order.attempt == report.attempt else f"Attempt {order.attempt} runs without this node."
-        return Stop(text, order.is_lost or order.attempt != report.attempt, is_request=False, event=order.event)
+        is_current = order.attempt == report.attempt
+        return Stop(text, order.is_lost or not is_current, False, order.event, saves=order.saves and is_current)
 
     def report(self, state: State, **changes: Any) -> None:
         """Tell the leader what this node does."""

@@ -149,7 +149,8 @@ class Supervisor:
         if (started := member.wait_for_start(self._idle)) is None:
             return False
         order, secret = started
-        self._command = dataclasses.replace(self._command, node=order.rank or 0, secret=secret)
+        place = {"nodes": order.nodes, "node": order.rank or 0, "secret": secret}
+        self._command = dataclasses.replace(self._command, **place)
         self._job.log.attempt = order.attempt - 1
         return True
 

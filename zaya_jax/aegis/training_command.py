@@ -69,6 +69,11 @@ class TrainingCommand:
             listed.append(([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret}))
         return listed
 
+    def smaller_jobs(self, least: int) -> list[int]:
+        """Return the smaller numbers of nodes, at least `least`, that the batches allow; all for another command."""
+        numbers = range(least, self.nodes)
+        return [n for n in numbers if self.config is None or fits(self.config, n * len(self.devices))]
+
     def places(self) -> list[Place]:
         """Return the place of each process on this node; there must be several nodes."""
         here, address, secret = len(self.devices), self.coordinator or "", self.secret or ""
