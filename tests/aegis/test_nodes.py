@@ -184,6 +184,18 @@ def test_a_request_to_stop_one_node_lets_all_save(start, tmp_path):
     assert not left_running(tmp_path)
 
 
+def test_a_request_to_stop_a_node_that_waits_for_its_address_lets_the_scheduler_requeue(tmp_path):
+    flags = ["--nodes", "2", "--node", "0", "--coordinator", "192.0.2.1:8476"]  # of no host
+    node = Supervised(tmp_path, [sys.executable, "-c", ""], flags=flags)
+    deadline = time.monotonic() + 30
+    while "cannot listen" not in node.said:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.wait(10) == SupervisorExit.PREEMPTED
+    assert node.said.endswith("Stopped by SIGTERM before the job started.\n")
+
+
 def test_a_member_whose_thread_fails_ends_its_supervisor(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv(VARIABLE, "secret")
     member = Member(Place(1, "node-1", "x" * 70, 1, tmp_path / "secret", {}, 60.0), 0, None)  # no name of a host

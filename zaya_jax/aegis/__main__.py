@@ -8,11 +8,13 @@ import os
 import random
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from zaya_jax.aegis.copies import Copies
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
@@ -38,7 +40,7 @@ from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.job_secret import secret_path, share_secret
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
-from zaya_jax.run.signals import warn
+from zaya_jax.run.signals import NAMES, warn
 from zaya_jax.run.writing import remove_partials
 
 _LEASE = 120.0  # seconds to wait for the lock of a dead supervisor, which an NFSv4 server keeps for 90
@@ -91,10 +93,19 @@ def _run(options: argparse.Namespace) -> int:
     folder = command.run_dir / AEGIS / node
     environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
     with contextlib.ExitStack() as stack:
+        for number in {signal.SIGTERM, signal.SIGHUP} - {n for n in NAMES if signal.getsignal(n) is signal.SIG_IGN}:
+            stack.callback(signal.signal, number, signal.signal(number, _stop_before_start))
         if not _lock(folder, stack):
             return SupervisorExit.RETRY_ELSEWHERE
         join = _join(command, options, node, stack) if command.nodes > 1 else None
         return Supervisor(command, policy, folder, node, environment, join).run()
+
+
+def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
+    """End with the code on which a scheduler requeues, while the supervisor waits for a lock or an address."""
+    del frame
+    warn(f"Stopped by {NAMES[number]} before the job started.")
+    raise SystemExit(SupervisorExit.PREEMPTED)
 
 
 def _join(
