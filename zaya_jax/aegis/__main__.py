@@ -21,7 +21,7 @@ from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
-from zaya_jax.aegis.leader_process import LeaderProcess, leader_address, open_listener
+from zaya_jax.aegis.leader_process import LeaderProcess, leader_address, open_listeners
 from zaya_jax.aegis.member import Member, Place
 from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.state import is_running, read_state
@@ -123,10 +123,10 @@ def _join(
     copies = None if command.config is None else Copies(command.config)
     if command.node:
         return functools.partial(Member, place, leader=None, copies=copies)
-    listener = stack.enter_context(open_listener(coordinator, patience))
+    listeners = [stack.enter_context(each) for each in open_listeners(coordinator, patience)]
     secret = stack.enter_context(share_secret(place.secret))
     smaller = command.smaller_jobs(least)
-    leader = LeaderProcess(listener, secret, command.run_dir / AEGIS, job, patience, smaller)
+    leader = LeaderProcess(listeners, secret, command.run_dir / AEGIS, job, patience, smaller)
     return functools.partial(Member, place, leader=leader, copies=copies)
 
 

@@ -1,6 +1,6 @@
 """The leader of a multi-node job: a separate process on node 0, restarted by the supervisor there.
 
-`python -m zaya_jax.aegis.leader JSON`, with the arguments of `Leader` and a listening socket that it inherits.
+`python -m zaya_jax.aegis.leader JSON`, with the arguments of `Leader` and listening sockets that it inherits.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Leader:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         secret: str,
         folder: Path,
         job: Mapping[str, Any],
@@ -73,8 +73,9 @@ class Leader:
         self._strangers = Strangers(self._selector, secret, self._admit)
         self._state: Future[None] | None = None  # the last `state.json`, which may not be written yet
         self._state_time = 0.0
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._strangers.accept)
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, self._strangers.accept)
 
     def run(self) -> None:
         """Serve until the job has ended and the members know it."""
@@ -166,9 +167,9 @@ def main() -> None:
     for number in NAMES:  # which launchers send to all processes: the supervisor heeds them
         signal.signal(number, signal.SIG_IGN)
     arguments = cast("dict[str, Any]", json.loads(sys.argv[1]))
-    listener = socket.socket(fileno=arguments["listener"])
+    listeners = [socket.socket(fileno=file) for file in arguments["listeners"]]
     secret, folder = os.environ[VARIABLE], Path(arguments["folder"])
-    Leader(listener, secret, folder, arguments["job"], arguments["patience"], arguments["smaller"]).run()
+    Leader(listeners, secret, folder, arguments["job"], arguments["patience"], arguments["smaller"]).run()
 
 
 if __name__ == "__main__":
