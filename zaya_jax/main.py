@@ -58,12 +58,14 @@ def _train(config: Config, options: argparse.Namespace, process: TrainingProcess
     from zaya_jax.train.final_report import report
     from zaya_jax.train.fit import run_training
 
-    progress, flags = process.progress, (options.coordinator, options.processes, options.process)
+    progress = process.progress
     if is_standby():
         open_sources(config)  # so that this node has read what it needs of them
-        flags = wait_for_place()
+        options = parse_training(wait_for_place())
+        config = training_config(options)
         progress.restart()
     progress.enter(Phase.JOIN)
+    flags = options.coordinator, options.processes, options.process
     timeout = options.peer_timeout or preset.peer_timeout
     process.peers = join(flags, preset.join_seconds, timeout, progress, expanded(config.run_dir))
     result = run_training(config, process.peers, progress, process.leave)

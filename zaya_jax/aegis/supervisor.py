@@ -23,15 +23,17 @@ from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.member import Member
 from zaya_jax.aegis.monitor import Monitor
 from zaya_jax.aegis.policy import Policy
-from zaya_jax.aegis.processes import ProcessGroup, adopt_orphans
+from zaya_jax.aegis.processes import Process, ProcessGroup, adopt_orphans
 from zaya_jax.aegis.roster import State
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
 from zaya_jax.aegis.training_command import TrainingCommand, plan_rollback, roll_back
 from zaya_jax.aegis.training_watch import level_changes
 from zaya_jax.errors import InputError
+from zaya_jax.run import job_secret
 from zaya_jax.run.digests import digest
 from zaya_jax.run.reserved_port import reserved_port
+from zaya_jax.run.standby import send_place
 
 _TICK = 0.05  # seconds
 _LAST_NEWS = 10.0  # seconds that commands which tell of the end may take
@@ -181,16 +183,15 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 self._standby = ProcessGroup(processes, self._job.outputs, expects_records=True)
 
-    def _place_standby(self, argv: Sequence[str]) -> ProcessGroup | None:
-        """Give the processes on standby their places; None if there are none, or the command is not theirs any more."""
+    def _place_standby(self, processes: Sequence[Process]) -> ProcessGroup | None:
+        """Give the processes on standby their places; None if there are none, or one of them has ended."""
         group, self._standby, self._had_standby = self._standby, None, False
         if group is None:
             return None
         try:
-            if any(text.startswith("data.skip_rows=") for text in argv[len(self._command.argv) :]):
-                raise OSError("other rows are skipped now")
-            for rank, place in zip(group.ranks, self._command.places(), strict=True):
-                place.send(cast("IO[bytes]", rank.process.stdin))
+            for rank, (argv, variables) in zip(group.ranks, processes, strict=True):
+                stdin = cast("IO[bytes]", rank.process.stdin)
+                send_place(stdin, argv[len(self._command.argv) :], variables[job_secret.VARIABLE])
         except OSError:
             group.close()
             return None
@@ -211,7 +212,7 @@ class Supervisor:
             list_processes = functools.partial(self._command.processes, address)
             listed = self._read(list_processes) if trains else list_processes()  # which then reads nothing
             processes = [(argv, {**self._environment, **variables}) for argv, variables in listed]
-            attempt = Attempt(self._job, processes, self._monitor, self._command, self._place_standby(processes[0][0]))
+            attempt = Attempt(self._job, processes, self._monitor, self._command, self._place_standby(processes))
         except TimeoutError as error:
             return Failure(FaultClass.DISK, "folder-silent", None, -1, str(error)), ""
         except OSError as error:

@@ -26,7 +26,6 @@ from zaya_jax.run.job_secret import VARIABLE, make_secret
 from zaya_jax.run.launcher import node_index
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.patience import ended_early
-from zaya_jax.run.standby import Place
 
 _TRAINING = (("zaya_jax.main",), ("zaya_jax", "train"), ("zaya", "train"))  # how a training command can be written
 _TICK = 0.05  # seconds
@@ -73,11 +72,6 @@ class TrainingCommand:
         """Return the smaller numbers of nodes, at least `least`, that the batches allow; all for another command."""
         numbers = range(least, self.nodes)
         return [n for n in numbers if self.config is None or fits(self.config, n * len(self.devices))]
-
-    def places(self) -> list[Place]:
-        """Return the place of each process on this node; there must be several nodes."""
-        here, address, secret = len(self.devices), self.coordinator or "", self.secret or ""
-        return [Place(address, self.nodes * here, self.node * here + index, secret) for index in range(here)]
 
     def standbys(self) -> list[tuple[list[str], dict[str, str]]]:
         """Return the command and the variables of each process that is to wait for its place."""

@@ -1,12 +1,13 @@
 """A trainer that waits for its place in a job: the supervisor of a spare node starts it ahead of time.
 
-With the environment variable `ZAYA_STANDBY`, it reads its place from its standard input, a line of JSON.
+With the environment variable `ZAYA_STANDBY`, it reads the rest of its arguments from its standard input, in JSON.
 """
 
 import json
 import os
 import sys
-from typing import IO, NamedTuple
+from collections.abc import Sequence
+from typing import IO
 
 from zaya_jax.errors import ExitCode
 from zaya_jax.run import job_secret
@@ -14,18 +15,10 @@ from zaya_jax.run import job_secret
 VARIABLE = "ZAYA_STANDBY"
 
 
-class Place(NamedTuple):
-    """The place of a process in a job of several."""
-
-    coordinator: str  # HOST:PORT of process 0
-    processes: int
-    process: int  # from 0
-    secret: str  # that all processes share
-
-    def send(self, stdin: IO[bytes]) -> None:
-        """Send the place to a trainer that waits; `OSError` if it has ended."""
-        stdin.write(json.dumps(self._asdict()).encode() + b"\n")
-        stdin.close()
+def send_place(stdin: IO[bytes], arguments: Sequence[str], secret: str) -> None:
+    """Send a trainer that waits its further arguments and the secret of its job; `OSError` if it has ended."""
+    stdin.write(json.dumps([*arguments, secret]).encode() + b"\n")
+    stdin.close()
 
 
 def is_standby() -> bool:
@@ -33,10 +26,9 @@ def is_standby() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
-def wait_for_place() -> tuple[str, int, int]:
-    """Wait for the place, as --coordinator, --processes and --process; exit if the supervisor has ended."""
+def wait_for_place() -> list[str]:
+    """Return all arguments of this process, once it has a place; exit if the supervisor has ended."""
     if not (line := sys.stdin.readline()):
         sys.exit(ExitCode.STOPPED)
-    place = Place(**json.loads(line))
-    os.environ[job_secret.VARIABLE] = place.secret
-    return place.coordinator, place.processes, place.process
+    *arguments, os.environ[job_secret.VARIABLE] = json.loads(line)
+    return [*sys.argv[1:], *arguments]
