@@ -6,6 +6,7 @@ storage is asked for the list of parts and their digests alone, and each part is
 """
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -150,7 +151,7 @@ class Copies:
                 if self._peers and self._compiled is not None and time.monotonic() > looked + _COMPILED_EVERY:
                     looked = time.monotonic()
                     self._get_compiled(self._compiled)
-            except (OSError, InputError, ValueError, TypeError) as error:
+            except (OSError, InputError, ValueError, TypeError, LookupError) as error:
                 self._report(f"Copies of other nodes cannot be used yet: {getattr(error, 'strerror', None) or error}.")
 
     def _get_checkpoint(self, local_dir: str, step: int) -> None:
@@ -187,19 +188,23 @@ class Copies:
 
     def _get_parts(self, peer: str, step: int, folder: Path, missing: dict[str, tuple[int, str]]) -> None:
         """Get from a node the parts that it has and nobody else is sending."""
-        with contextlib.suppress(OSError, ValueError, TypeError), self._connect(peer) as transfer:
-            for file in transfer.ask_json({"step": step}, LONGEST_JSON) or ():
-                if (part := missing.pop(file, None)) is None:
-                    continue
-                is_right = False
-                try:
-                    is_right = self._get_part(transfer, {"step": step, "file": file}, folder / file, *part)
-                finally:
+        try:
+            with self._connect(peer) as transfer:
+                for file in transfer.ask_json({"step": step}, LONGEST_JSON) or ():
+                    if (part := missing.pop(file, None)) is None:
+                        continue
+                    is_right = False
+                    try:
+                        is_right = self._get_part(transfer, {"step": step, "file": file}, folder / file, *part)
+                    finally:
+                        if not is_right:
+                            missing[file] = part  # another node may have it
                     if not is_right:
-                        missing[file] = part  # another node may have it
-                if not is_right:
-                    copy = f"The copy of a part of the checkpoint of step {step} on {peer} is damaged"
-                    self._report(f"{copy}. Other nodes are asked for it, and then the shared storage.")
+                        copy = f"The copy of a part of the checkpoint of step {step} on {peer} is damaged"
+                        self._report(f"{copy}. Other nodes are asked for it, and then the shared storage.")
+        except (OSError, ValueError, TypeError) as error:  # it may have ended, or replaced this checkpoint
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                self._report(f"checkpoint.local_dir ({self._local}) has no space for a whole checkpoint.")
 
     def _get_part(self, transfer: Transfer, request: Mapping[str, Any], path: Path, size: int, text: str) -> bool:
         """Get a part; False if it is not what the checkpoint has a digest of."""
