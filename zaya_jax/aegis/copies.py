@@ -62,6 +62,7 @@ class Copies:
         self._peers, self._gets, self._has_rank = list[str](), False, False
         self._target: int | None = None  # step of which this node has begun to get a copy
         self._missing: dict[str, tuple[int, str]] | None = None  # parts of it: file → bytes, digest
+        self._damaged: set[tuple[str, str]] = set()  # node and part of it, not to be asked for again
         self._reported: set[str] = set()
         self._connections = threading.Semaphore(_MOST_CONNECTIONS)
         self.address = ""  # where this node serves, HOST:PORT
@@ -157,7 +158,7 @@ class Copies:
     def _get_checkpoint(self, local_dir: str, step: int) -> None:
         """Get the missing parts of a checkpoint, which those who have them may not have written yet."""
         if step != self._target:
-            self._target, self._missing = step, None
+            self._target, self._missing, self._damaged = step, None, set()
         if self._missing == {}:
             return
         with private_folder(copies_folder(local_dir, self._checkpoints)) as home:
@@ -191,7 +192,7 @@ class Copies:
         try:
             with self._connect(peer) as transfer:
                 for file in transfer.ask_json({"step": step}, LONGEST_JSON) or ():
-                    if (part := missing.pop(file, None)) is None:
+                    if (peer, file) in self._damaged or (part := missing.pop(file, None)) is None:
                         continue
                     is_right = False
                     try:
@@ -200,6 +201,7 @@ class Copies:
                         if not is_right:
                             missing[file] = part  # another node may have it
                     if not is_right:
+                        self._damaged.add((peer, file))
                         copy = f"The copy of a part of the checkpoint of step {step} on {peer} is damaged"
                         self._report(f"{copy}. Other nodes are asked for it, and then the shared storage.")
         except (OSError, ValueError, TypeError) as error:  # it may have ended, or replaced this checkpoint
