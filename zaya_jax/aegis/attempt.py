@@ -235,7 +235,8 @@ class Attempt:
             if not job.signals:
                 job.note_signal(signal.SIGTERM)
             return
-        seen = Observation("job-stop", FaultClass.PEERS, Severity.WARNING, stop.text)
+        severity = Severity.INFO if stop.saves else Severity.WARNING  # more nodes are no fault
+        seen = Observation("job-stop", FaultClass.PEERS, severity, stop.text)
         event = self._log.write_observation(seen, **job.job_cause)
         if not job.has_failed:
             job.detect(event)

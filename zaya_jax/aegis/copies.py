@@ -42,9 +42,10 @@ _PATIENCE = 10.0  # seconds that a stranger's proof may take
 _MOST_CONNECTIONS = 16  # of other nodes at a time
 _THREADS = 4  # nodes that are asked at a time
 _MOST_COMPILED = 2**31  # bytes of compiled programs
+_MOST_REPORTS = 20  # sentences
 _PART = re.compile(r"[0-9a-f]{32}")
 _PROGRAM = re.compile(r"[\w-][\w.-]{0,254}", re.ASCII)
-_CHUNK = 2**20
+_CHUNK = 2**20  # bytes
 
 
 class Copies:
@@ -102,7 +103,7 @@ class Copies:
         if self._connections.acquire(blocking=False):
             threading.Thread(target=self._answer, args=(peer.connection, key), name="copies", daemon=True).start()
         else:
-            peer.close()  # it comes again
+            peer.close()  # it will try again
 
     def _answer(self, connection: socket.socket, key: str) -> None:
         try:
@@ -240,7 +241,7 @@ class Copies:
             yield Transfer(connection, key)
 
     def _report(self, sentence: str) -> None:
-        if sentence not in self._reported and len(self._reported) < _MOST_CONNECTIONS:
+        if sentence not in self._reported and len(self._reported) < _MOST_REPORTS:
             self._reported.add(sentence)
             warn(sentence)
 
