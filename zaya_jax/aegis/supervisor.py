@@ -171,7 +171,8 @@ class Supervisor:
         member, environment = self._job.member, self._environment
         if self._standby is not None:
             self._standby.wait(0)
-            self._job.outputs[1].flush()
+            for output in self._job.outputs:
+                output.flush()
             if ends := self._standby.ends:
                 text = f"The processes on standby ended: {ends[0].words}"
                 self._end_standby()
