@@ -117,7 +117,7 @@ def _join(
     patience = float(select_preset(None if command.config is None else command.config.preset).join_seconds)
     argv = digest("\0".join(command.argv).encode(errors="surrogateescape"))
     least = options.min_nodes or command.nodes
-    job = {"nodes": command.nodes, "spares": options.spares, "min_nodes": least}
+    job = {"nodes": command.nodes, "spares": options.spares, "min_nodes": least, "smaller": command.smaller_jobs(least)}
     job |= {"processes": len(command.devices), "command": argv}
     place = Place(command.node, name, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
     copies = None if command.config is None else Copies(command.config)
@@ -125,8 +125,7 @@ def _join(
         return functools.partial(Member, place, leader=None, copies=copies)
     listeners = [stack.enter_context(each) for each in open_listeners(coordinator, patience)]
     secret = stack.enter_context(share_secret(place.secret))
-    smaller = command.smaller_jobs(least)
-    leader = LeaderProcess(listeners, secret, command.run_dir / AEGIS, job, patience, smaller)
+    leader = LeaderProcess(listeners, secret, command.run_dir / AEGIS, job, patience)
     return functools.partial(Member, place, leader=leader, copies=copies)
 
 

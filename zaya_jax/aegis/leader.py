@@ -52,22 +52,16 @@ class Leader:
     """Keeps a connection to each member, and tells the `Roster` what happens to it; `run` returns at the job's end."""
 
     def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        secret: str,
-        folder: Path,
-        job: Mapping[str, Any],
-        patience: float,
-        smaller: Sequence[int],
+        self, listeners: Sequence[socket.socket], secret: str, folder: Path, job: Mapping[str, Any], patience: float
     ) -> None:
         """Listen to supervisors of a `job` (`nodes`, `spares`, …); its log and state are in `folder`.
 
-        `patience` is how long to wait for missing nodes, in seconds; then one of the `smaller` numbers will do.
+        `patience` is how long to wait for missing nodes, in seconds; then one of the job's `smaller` numbers will do.
         """
         self._folder, self._job = folder, job
         self._files = FileWorker()
         self._log = EventLog(folder, LEADER, self._files)
-        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write, smaller)
+        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write, job["smaller"])
         self._members: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers = Strangers(self._selector, secret, self._admit)
@@ -169,7 +163,7 @@ def main() -> None:
     arguments = cast("dict[str, Any]", json.loads(sys.argv[1]))
     listeners = [socket.socket(fileno=file) for file in arguments["listeners"]]
     secret, folder = os.environ[VARIABLE], Path(arguments["folder"])
-    Leader(listeners, secret, folder, arguments["job"], arguments["patience"], arguments["smaller"]).run()
+    Leader(listeners, secret, folder, arguments["job"], arguments["patience"]).run()
 
 
 if __name__ == "__main__":

@@ -60,18 +60,11 @@ class LeaderProcess:
     """
 
     def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        secret: str,
-        folder: Path,
-        job: Mapping[str, Any],
-        patience: float,
-        smaller: Sequence[int],
+        self, listeners: Sequence[socket.socket], secret: str, folder: Path, job: Mapping[str, Any], patience: float
     ) -> None:
         """Start no process yet; the arguments are those of `Leader`."""
         self._files = [listener.fileno() for listener in listeners]
         arguments = {"listeners": self._files, "folder": str(folder), "job": dict(job), "patience": patience}
-        arguments["smaller"] = list(smaller)
         self._argv = [sys.executable, "-m", "zaya_jax.aegis.leader", json.dumps(arguments)]
         self._environment = {**os.environ, VARIABLE: secret}
         self._process: subprocess.Popen[bytes] | None = None
