@@ -19,6 +19,7 @@ from zaya_jax.run.files import expanded
 from zaya_jax.run.options import parse_training, training_config
 from zaya_jax.run.progress_record import Phase, end_with_supervisor
 from zaya_jax.run.signals import Listener
+from zaya_jax.run.standby import is_standby, wait_for_place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,12 +53,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(config: Config, options: argparse.Namespace, process: TrainingProcess) -> None:
     process.run_dir = config.run_dir
     preset = prepare_jax(config)
+    from zaya_jax.data.loading.sources import open_sources
     from zaya_jax.job.multihost import is_primary, join
     from zaya_jax.train.final_report import report
     from zaya_jax.train.fit import run_training
 
-    progress, flags = process.progress, (options.coordinator, options.processes, options.process)
+    progress = process.progress
+    if is_standby():
+        open_sources(config)  # so that this node has read what it needs of them
+        options = parse_training(wait_for_place())
+        config = training_config(options)
+        progress.restart()
     progress.enter(Phase.JOIN)
+    flags = options.coordinator, options.processes, options.process
     timeout = options.peer_timeout or preset.peer_timeout
     process.peers = join(flags, preset.join_seconds, timeout, progress, expanded(config.run_dir))
     result = run_training(config, process.peers, progress, process.leave)

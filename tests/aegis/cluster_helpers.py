@@ -27,6 +27,11 @@ NOWHERE = "02:00:00:00:00:99"  # a hardware address that nobody has
 POLICY = {"timeouts": {"data": 120.0, "dispatch": 120.0, "device_wait": 120.0, "floor": 120.0},
           "restart": {"per_hour": 1000, "delays": [0.0], "same_failure": 1000, "no_progress": 1000},
           "settle_seconds": 1.0}  # fmt: skip
+# Each node has a disk of its own at LOCAL and COMPILED, in the mount namespace that `ip netns exec` makes.
+OWN_DISK = """for name in local compiled; do
+  mkdir -p "$1/$0/$name" "$1/$name" && mount --bind "$1/$0/$name" "$1/$name" || exit 1
+done
+shift; hostname "$0" && exec "$@\""""
 
 
 def ip(*arguments: str) -> str:
@@ -91,19 +96,24 @@ class Cluster:
         self.run_dir = folder / "run"
         self.trainer = [
             sys.executable, "-m", "zaya_jax.main", "--config", str(write_run(folder)), "checkpoint.every=10",
-            *overrides, f"run_dir={self.run_dir}", "--peer-timeout", "60",
+            *overrides, f"run_dir={self.run_dir}", f"checkpoint.local_dir={folder}/local", "--peer-timeout", "60",
         ]  # fmt: skip
+        self.own_cache = False  # whether each node keeps compiled programs for itself
+        self.flags: list[str] = []  # of all supervisors
+        self.environment: dict[str, str] = {}
 
     def start(self, node: Node) -> None:
         spares = len(self.nodes) - self.needed
         command = [
-            "ip", "netns", "exec", node.name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"',
-            f"zaya{node.index}",
+            "ip", "netns", "exec", node.name, "unshare", "--uts", "sh", "-c", OWN_DISK, f"zaya{node.index}",
+            str(self.folder),
             sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"),
             "--nodes", str(self.needed), "--spares", str(spares), "--node", str(node.index),
-            "--coordinator", f"{self.nodes[0].address}:{PORT}", "--", *self.trainer,
+            "--coordinator", f"{self.nodes[0].address}:{PORT}", *self.flags, "--", *self.trainer,
         ]  # fmt: skip
-        environment = {**os.environ, "XLA_FLAGS": CHEAP, "JAX_PLATFORMS": "cpu"}
+        environment = {**os.environ, "XLA_FLAGS": CHEAP, "JAX_PLATFORMS": "cpu", **self.environment}
+        if self.own_cache:
+            environment["JAX_COMPILATION_CACHE_DIR"] = f"{self.folder}/compiled"
         with (self.folder / f"output-{node.index}").open("ab") as output:
             node.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,
                                             stderr=output, env=environment)  # fmt: skip

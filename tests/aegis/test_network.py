@@ -1,6 +1,5 @@
-"""Links of fake sysfs trees: short outages are flaps, long ones losses, and no tree or telemetry raises."""
+"""Links of fake sysfs trees: short outages are flaps, long ones losses, and no tree raises."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.aegis.failure import Observation, Severity
-from zaya_jax.aegis.network import NetworkWatch, Reading, read_telemetry
+from zaya_jax.aegis.network import NetworkWatch, Reading
 
 DOWN = 30.0
 
@@ -174,69 +173,13 @@ def test_attributes_outside_of_sysfs_and_special_files_are_not_read(tmp_path, tr
     assert watch.poll(1) == []
 
 
-def nicctl(state: str, downs: int) -> dict:
-    status = {"operational_status": state, "number_of_link_down_events": str(downs)}
-    return {"nic": [{"id": "42424650", "port": [{"spec": {"name": "eth1/1"}, "status": status}]}]}
-
-
-@pytest.mark.parametrize("indent", [None, 4])
-def test_the_telemetry_of_nicctl(tmp_path, indent):
-    file = tmp_path / "nic.json"
-    file.write_text(json.dumps(nicctl("UP", 11), indent=indent))
-    watch = NetworkWatch(tmp_path / "absent", DOWN, file)
-    assert watch.poll(0) == []
-    file.write_text(json.dumps(nicctl("DOWN", 12), indent=indent))
-    [down] = watch.poll(1)
-    assert (down.code, "eth1/1" in down.text) == ("link-down", True)
-
-
-def test_the_newest_line_of_json_lines_counts(tmp_path):
-    file = tmp_path / "nic.jsonl"
-    file.write_text("\n".join(json.dumps(nicctl("UP", downs)) for downs in range(9)) + "\n")
-    assert read_telemetry(file) == {"nic 42424650 eth1/1": Reading(True, 8)}
-
-
-def test_of_a_long_file_the_end_counts(tmp_path):
-    file = tmp_path / "nic.jsonl"
-    file.write_text("\n".join(json.dumps(nicctl("UP", downs)) for downs in range(10_000)))
-    assert file.stat().st_size > 1 << 20
-    assert read_telemetry(file) == {"nic 42424650 eth1/1": Reading(True, 9999)}
-
-
-def test_the_metrics_of_the_exporter(tmp_path):
-    file = tmp_path / "metrics"
-    line = 'amd_nic_port_status_link_down_count{nic_id="0",port_name="eth1/1"} %s\nother{a="b"} 3\n'
-    file.write_text("# TYPE amd_nic_port_status_link_down_count gauge\n" + line % "11")
-    assert read_telemetry(file) == {"nic eth1/1": Reading(None, 11)}
-
-
-@given(st.one_of(st.binary(max_size=300), st.recursive(
-    st.none() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["nic", "port", "status", "spec", "name", "id"]), inner, max_size=3),
-).map(lambda value: json.dumps(value).encode())))  # fmt: skip
-def test_no_telemetry_raises(tmp_path_factory, data):
-    file = tmp_path_factory.getbasetemp() / "telemetry"
-    file.write_bytes(data)
-    assert len(read_telemetry(file)) <= 512
-
-
-def test_names_that_change_at_each_poll_take_bounded_memory(tmp_path):
-    file = tmp_path / "metrics"
-    watch = NetworkWatch(tmp_path / "absent", DOWN, file)
+def test_names_that_change_at_each_poll_take_bounded_memory(tmp_path, monkeypatch):
+    watch = NetworkWatch(tmp_path)
     for poll in range(20):
-        lines = [f'nic_port_status_link_down_count{{port_name="p{poll}-{port}"}} 1\n' for port in range(100)]
-        file.write_text("".join(lines))
+        readings = [(f"p{poll}-{port}", Reading(None, 1)) for port in range(100)]
+        monkeypatch.setattr(watch, "_read", lambda readings=readings: readings)
         assert watch.poll(float(poll)) == []
     assert len(watch._links) == 512
-
-
-def test_deep_or_endless_telemetry_is_bounded(tmp_path):
-    file = tmp_path / "telemetry"
-    file.write_text("[" * 3_000_000)
-    assert read_telemetry(file) == {}
-    assert read_telemetry(tmp_path) == {}
-    assert read_telemetry(tmp_path / "absent") == {}
 
 
 @given(st.lists(st.tuples(st.sampled_from(["up", "down", "unknown", "dormant", ""]), st.integers(0, 20)), max_size=12))

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,10 @@ import psutil
 import pytest
 
 from tests.aegis.cluster_helpers import Cluster, Node, can_make_networks, make_nodes
-from zaya_jax.run.checkpoints import CHECKPOINTS
+from tests.compile_helpers import CHEAP
+from tests.train_helpers import ROOT
+from zaya_jax.aegis.state import STATE, read_fields
+from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
 from zaya_jax.run.fencing import read_token
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(not can_make_networks(), reason="needs root for namespaces")]
@@ -74,6 +78,47 @@ def find(node: Node, module: str) -> psutil.Process:
     return found
 
 
+def wait_for_copy(cluster: Cluster, node: Node) -> int:
+    """Wait until a spare holds the newest checkpoint, and its processes have opened the data; return the step."""
+    deadline = time.monotonic() + 60
+    while True:
+        state = read_fields(cluster.run_dir / "aegis" / STATE, {"nodes": list})
+        held = next((each["held"] for each in state.get("nodes", ()) if each["node"] == node.index), None)
+        if held is not None and held == max(saved_steps(cluster.run_dir / CHECKPOINTS)):
+            return held
+        assert time.monotonic() < deadline, "\n---\n".join(map(cluster.said, cluster.nodes))
+        time.sleep(0.02)
+
+
+def compiled(folder: Path, node: int) -> set[str]:
+    """Names of the compiled programs on a node's disk."""
+    return {path.name for path in (folder / f"zaya{node}" / "compiled").iterdir()}
+
+
+def test_a_spare_has_the_checkpoint_the_compiled_programs_and_the_imports_of_a_node_that_is_lost(tmp_path, expected):
+    with make_nodes(4) as nodes:
+        cluster = Cluster(tmp_path, nodes, 3, STEPS, *OVERRIDES)
+        cluster.own_cache = True
+        cluster.start_all()
+        cluster.wait_for_step(FAULT_AT)
+        held, waiting = wait_for_copy(cluster, nodes[3]), find(nodes[3], "zaya_jax.main")
+        deadline = time.monotonic() + 20
+        while not (own := compiled(tmp_path, 0)) or not own <= compiled(tmp_path, 3):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        began = time.time()
+        nodes[1].send(signal.SIGKILL)
+        wait_for_attempt(cluster, 2)
+        measure("node killed, each node with compiled programs of its own", cluster, began)
+        assert find(nodes[3], "zaya_jax.main") == waiting
+        restored = [line for line in cluster.said(nodes[0]).splitlines() if line.startswith("Restored")]
+        assert len(restored) == 1
+        assert restored[0].startswith(f"Restored the checkpoint of step {held}: ")
+        assert f"bytes from copies on the nodes, 0 from {cluster.run_dir}" in restored[0]
+        assert cluster.wait(nodes) == [0, -signal.SIGKILL, 0, 0]
+        assert cluster.results() == expected
+
+
 def test_a_killed_node_is_replaced_about_as_fast_as_a_killed_process(tmp_path, expected):
     with trained(tmp_path) as cluster:
         began = time.time()
@@ -88,6 +133,39 @@ def test_a_killed_node_is_replaced_about_as_fast_as_a_killed_process(tmp_path, e
         assert replaced["next step"] < plain["next step"] + SPARE_LATER
         assert [text.split(", ")[1] for text in ranks(cluster)] == ["1: zaya1-1", "1: zaya1-1", "1: zaya3-3"]
         assert cluster.results() == expected
+
+
+def test_without_a_spare_the_job_shrinks_and_grows_and_its_numbers_do_not_change(tmp_path):
+    """In fp64, the losses are those of one process within 1e-8."""
+    steps, x64 = 400, {"JAX_ENABLE_X64": "1"}
+    overrides = [f"phases.0.tokens={steps * 192}", "evaluation.every=0", "train.compute_dtype=float64"]
+    with make_nodes(3) as nodes:
+        cluster = Cluster(tmp_path / "job", nodes, 3, steps, *OVERRIDES, *overrides)
+        cluster.flags, cluster.environment = ["--min-nodes", "2"], x64
+        cluster.start_all()
+        cluster.wait_for_step(FAULT_AT)
+        began = time.time()
+        nodes[1].send(signal.SIGKILL)
+        wait_for_attempt(cluster, 2, 120)
+        measure("node killed without a spare, continued on two", cluster, began)
+        cluster.start(nodes[1])
+        began = time.time()
+        wait_for_attempt(cluster, 3)
+        measure("it is back, continued on three", cluster, began, 3)
+        assert cluster.wait(nodes) == [0] * 3
+        assert ranks(cluster) == [
+            "Ranks 0: zaya0-0, 1: zaya1-1, 2: zaya2-2",
+            "Ranks 0: zaya0-0, 1: zaya2-2",
+            "Ranks 0: zaya0-0, 1: zaya2-2, 2: zaya1-1",
+        ]
+        saved = [event["last_step"] for event in cluster.events if event["kind"] == "end" and event["attempt"] == 2]
+        resumed = [event["first_step"] for event in cluster.events if event["kind"] == "end" and event["attempt"] == 3]
+        assert set(saved) == set(resumed)  # it grew at a checkpoint, and lost no step
+        alone = Cluster(tmp_path / "alone", nodes, 3, steps, *OVERRIDES, *overrides)
+        environment = {**os.environ, "XLA_FLAGS": CHEAP, "JAX_PLATFORMS": "cpu", **x64}
+        subprocess.run(alone.trainer, cwd=ROOT, env=environment, check=True, capture_output=True)
+    losses = [[json.loads(line)["loss"] for line in each.results()[1].splitlines()] for each in (cluster, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-8)
 
 
 def test_a_frozen_node_is_replaced_and_returns_twice(tmp_path, expected):

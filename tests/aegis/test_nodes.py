@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +19,13 @@ import pytest
 from tests.aegis.aegis_helpers import LIGHT, Supervised, check_events, left_running
 from tests.job.processes_helpers import free_port
 from tests.train_helpers import ROOT
+from zaya_jax.aegis import member
 from zaya_jax.aegis.__main__ import main
 from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
 from zaya_jax.aegis.member import Member, Place
+from zaya_jax.aegis.state import write_state
 from zaya_jax.run.job_secret import VARIABLE
 
 
@@ -184,14 +187,55 @@ def test_a_request_to_stop_one_node_lets_all_save(start, tmp_path):
     assert not left_running(tmp_path)
 
 
+def test_a_request_to_stop_a_node_that_waits_for_its_address_lets_the_scheduler_requeue(tmp_path):
+    flags = ["--nodes", "2", "--node", "0", "--coordinator", "192.0.2.1:8476"]  # of no host
+    node = Supervised(tmp_path, [sys.executable, "-c", ""], flags=flags)
+    deadline = time.monotonic() + 30
+    while "cannot listen" not in node.said:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.wait(10) == SupervisorExit.PREEMPTED
+    assert node.said.endswith("Stopped by SIGTERM before the job started.\n")
+
+
 def test_a_member_whose_thread_fails_ends_its_supervisor(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv(VARIABLE, "secret")
-    member = Member(Place(1, "node-1", "x" * 70, 1, tmp_path / "secret", {}, 60.0), 0, None)  # no name of a host
-    assert member.wait_for_start(lambda: not time.sleep(0.01)) is None
-    code, text = member.ended or (0, "")
+    node = Member(Place(1, "node-1", "x" * 70, 1, tmp_path / "secret", {}, 60.0), 0, None)  # no name of a host
+    assert node.wait_for_start(lambda: not time.sleep(0.01)) is None
+    code, text = node.ended or (0, "")
     assert (code, "UnicodeError" in text) == (SupervisorExit.SOFTWARE, True)
-    member.leave(SupervisorExit.SOFTWARE, text)
+    node.leave(SupervisorExit.SOFTWARE, text)
     assert "UnicodeError" in capfd.readouterr().err
+
+
+def test_a_node_gives_up_a_silent_leader_also_while_its_thread_waits_for_a_file_system(tmp_path, monkeypatch):
+    answers = threading.Event()
+
+    def wait(_):
+        answers.wait()
+        raise OSError("late")
+
+    monkeypatch.setattr(member, "_GIVE_UP", 0.3)
+    monkeypatch.setattr(Member, "_connect", wait)
+    node = Member(Place(1, "node-1", "127.0.0.1", 1, tmp_path / "secret", {}, 60.0), 0, None)
+    node._has_joined, deadline = True, time.monotonic() + 20
+    try:
+        assert node.wait_for_start(lambda: not time.sleep(0.01) and time.monotonic() < deadline) is None
+        code, text = node.ended or (0, "")
+        assert (code, "has sent nothing" in text) == (SupervisorExit.RETRY_ELSEWHERE, True)
+    finally:
+        answers.set()
+        node.leave(SupervisorExit.RETRY_ELSEWHERE, "")
+
+
+def test_the_status_of_a_job_names_the_checkpoint_that_a_spare_has(tmp_path):
+    nodes = [{"node": 0, "name": "a", "state": "running", "rank": 0, "held": None},
+             {"node": 1, "name": "b", "state": "ready", "rank": None, "held": 40}]  # fmt: skip
+    (tmp_path / "aegis").mkdir()
+    write_state(tmp_path / "aegis", state="running", attempt=2, nodes=nodes, lost={}, why="", needed=1, strangers=0)
+    lines = format_job(tmp_path).splitlines()
+    assert lines[1:] == ["  rank 0   a: running", "  spare    b: ready, has the checkpoint of step 40"]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +243,7 @@ def test_a_member_whose_thread_fails_ends_its_supervisor(tmp_path, monkeypatch, 
     [
         (["--nodes", "2", "--node", "0", "--coordinator", "localhost:65535"], "must be less than 65535"),
         (["--spares", "1"], "--spares is 1, but must be 0 unless --nodes is at least 2"),
+        (["--nodes", "2", "--min-nodes", "3"], "--min-nodes is 3, but must be from 1 to --nodes 2"),
         (["--nodes", "2", "--spares", "-1"], "--spares is -1"),
         (["--nodes", "2", "--spares", "1", "--node", "3", "--coordinator", "localhost:1"], "--node from 0 to 2"),
     ],

@@ -1,6 +1,7 @@
 """The roster of a job, driven by simulated members that obey it, fail, are lost, and return."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,8 @@ def goes_to(order: Order, report: Report) -> bool:
 class Job:
     """A leader's roster and simulated supervisors."""
 
-    def __init__(self, nodes: int, spares: int) -> None:
-        self.nodes, self.spares, self.now = nodes, spares, 0.0
+    def __init__(self, nodes: int, spares: int, smaller: Sequence[int] = ()) -> None:
+        self.nodes, self.spares, self.smaller, self.now = nodes, spares, smaller, 0.0
         self.job = {**JOB, "nodes": nodes, "spares": spares}
         self.events: list[tuple[str, str, dict]] = []
         self.logged = 0  # attempt
@@ -30,7 +31,7 @@ class Job:
         self.roster = self.lead()
 
     def lead(self) -> Roster:
-        return Roster(self.nodes, self.spares, self.logged, PATIENCE, self.write)
+        return Roster(self.nodes, self.spares, self.logged, PATIENCE, self.write, self.smaller)
 
     def write(self, kind: str, code: str, **details: object) -> int:
         self.events.append((kind, code, details))
@@ -58,7 +59,7 @@ class Job:
         elif report.state is State.ENDED:
             self.say(index, State.READY)
         elif report.state is not State.RUNNING and goes_to(order, report):
-            self.say(index, State.RUNNING, attempt=order.attempt, rank=order.rank)
+            self.say(index, State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes)
 
     def check(self) -> None:
         roster = self.roster
@@ -72,6 +73,8 @@ class Job:
                         and each.attempt == roster.order.attempt)]  # fmt: skip
         assert len(running) == len(set(running)), "two nodes have one rank"
         if roster.order.runs:
+            assert roster.order.nodes in (self.nodes, *self.smaller)
+            assert max(roster.ranks.values(), default=0) < roster.order.nodes
             assert roster.ranks.get(0, 0) == 0, "process 0 is not on the leader's node"
 
     def settle(self) -> None:
@@ -94,9 +97,9 @@ class Job:
         raise AssertionError(f"the job does not end: {self.roster.order}, {self.reports}")
 
 
-def started(nodes: int = 3, spares: int = 1) -> Job:
+def started(nodes: int = 3, spares: int = 1, smaller: Sequence[int] = ()) -> Job:
     """A job that trains on all but its spares."""
-    job = Job(nodes, spares)
+    job = Job(nodes, spares, smaller)
     for index in reversed(range(nodes + spares)):
         assert job.come(index) is None
     for index in range(nodes + spares):
@@ -186,6 +189,67 @@ def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
     assert "node-1 was lost: it is silent." in job.roster.order.text
 
 
+def test_without_a_spare_the_job_shrinks_as_its_batches_allow_and_grows_when_nodes_return():
+    job = started(4, 0, smaller=(2, 1))
+    job.roster.lose(1, "it is silent", job.now)
+    for index in (0, 2, 3, 0, 2, 3):
+        job.obey(index)
+    job.roster.decide(job.now)
+    assert not job.roster.order.runs
+    job.roster.decide(job.now + RETURN)
+    assert (job.roster.order.runs, job.roster.order.nodes) == (True, 2)  # three would not divide the batches
+    assert job.roster.ranks == {0: 0, 2: 1}
+    for index in (0, 2, 3):
+        job.obey(index)
+    job.say(2, State.ENDED, text="a crash")
+    for index in (0, 2):
+        job.obey(index)
+        job.obey(index)
+    assert (job.roster.order.runs, job.roster.order.nodes) == (True, 2)  # at once
+    job.obey(0)
+    job.obey(2)
+    job.say(1, State.READY)
+    assert job.come(1) is None
+    job.roster.decide(job.now)
+    job.roster.decide(job.now + 9)
+    assert job.roster.order.runs
+    job.roster.decide(job.now + 11)
+    assert (job.roster.order.runs, job.roster.order.saves) == (False, True)
+    job.settle()
+    assert (job.roster.order.code, job.roster.order.nodes) == (SupervisorExit.DONE, 4)
+    assert job.roster.ranks == {0: 0, 2: 1, 1: 2, 3: 3}
+
+
+def test_a_restarted_leader_knows_how_many_nodes_train():
+    job = started(3, 0, smaller=(2,))
+    job.roster.lose(1, "it is silent", job.now)
+    for index in (0, 2, 0, 2):
+        job.obey(index)
+    job.roster.decide(job.now)
+    job.roster.decide(job.now + RETURN)
+    for index in (0, 2):
+        job.obey(index)
+    job.roster = job.lead()
+    for index in (0, 2):
+        job.come(index)
+    job.roster.decide(job.now + 100)
+    assert (job.roster.order.runs, job.roster.order.nodes) == (True, 2)
+
+
+def test_a_node_that_replaces_another_and_a_spare_get_copies_from_all():
+    job = started(3, 1)
+    for index in range(4):
+        job.say(index, job.reports[index].state, address=f"h{index}:1")
+    assert [job.roster.order_for(index).copies for index in range(4)] == [False, False, False, True]
+    assert list(job.roster.order_for(3).peers) == ["h0:1", "h1:1", "h2:1"]
+    assert list(job.roster.order_for(1).peers) == ["h0:1"]
+    job.roster.lose(1, "its connection closed", job.now)
+    for index in (0, 2, 0, 2):
+        job.obey(index)
+    assert [job.roster.order_for(index).copies for index in (0, 2, 3)] == [False, False, True]
+    assert list(job.roster.order_for(3).peers) == ["h0:1", "h2:1"]
+
+
 def test_before_the_first_attempt_the_job_waits_for_the_join_timeout():
     job = Job(2, 1)
     job.come(0)
@@ -246,9 +310,9 @@ STEPS = st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4)), max_size
 
 
 @settings(deadline=None)
-@given(st.integers(1, 3), st.integers(0, 2), STEPS)
-def test_after_any_faults_the_job_ends_and_no_rank_is_ever_given_twice(nodes, spares, steps):
-    job = Job(nodes, spares)
+@given(st.integers(1, 3), st.integers(0, 2), st.sets(st.integers(1, 2)), STEPS)
+def test_after_any_faults_the_job_ends_and_no_rank_is_ever_given_twice(nodes, spares, smaller, steps):
+    job = Job(nodes, spares, [size for size in smaller if size < nodes])
     for name, number in steps:
         index = number % (nodes + spares)
         is_member, has_ended = index in job.roster.members, job.roster.has_ended

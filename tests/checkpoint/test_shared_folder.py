@@ -98,7 +98,7 @@ def shared_run(mode: int):
        st.sampled_from([0o777, 0o1777, 0o2775]))  # fmt: skip
 def test_a_run_harms_nothing_of_its_user_whatever_others_planted(planted, mode):
     with shared_run(mode) as (home, run):
-        local = run / "shm" / f"{digest(os.fsencode(run / CHECKPOINTS))[:12]}-0"
+        local = run / "shm" / f"{digest(os.fsencode(run / CHECKPOINTS))[:12]}"
         for name, kind in planted.items():
             with contextlib.suppress(OSError):  # below a name that is planted itself
                 plant(kind, local if name == "LOCAL" else run / name, home)
@@ -144,7 +144,7 @@ def test_what_a_save_of_another_member_left_is_named_once_as_only_its_owner_can_
 @pytest.mark.parametrize("kind", ["link to a folder", "folder"])
 def test_a_local_copy_that_cannot_be_private_is_reported_with_its_key_and_not_written(kind):
     with shared_run(0o1777) as (home, run):
-        local = run / "shm" / f"{digest(os.fsencode(run / CHECKPOINTS))[:12]}-0"
+        local = run / "shm" / f"{digest(os.fsencode(run / CHECKPOINTS))[:12]}"
         plant(kind, local, home)
         before = content(home)
         with user(VICTIM):

@@ -20,6 +20,7 @@ from zaya_jax.errors import InputError, PeersMissing
 from zaya_jax.job import rendezvous
 from zaya_jax.job.rendezvous import Job, connect_processes
 from zaya_jax.job.stop_step import StopStep
+from zaya_jax.run import listening
 from zaya_jax.run.job_secret import VARIABLE, prove
 from zaya_jax.run.peer import EXIT, Peer, parse_exit
 
@@ -203,7 +204,7 @@ def test_process_0_listens_at_the_named_address_alone():
     ("here", ["127.0.1.1", "::1"]), ("both", ["127.0.0.1", "10.0.0.1"]),
 ])  # fmt: skip
 def test_a_name_that_only_its_own_host_reaches_is_said_at_once(monkeypatch, capfd, host, addresses):
-    monkeypatch.setattr(rendezvous, "_resolve", lambda *_: addresses)
+    monkeypatch.setattr(listening, "resolve", lambda *_: addresses)
     port = free_port()
     with pytest.raises(PeersMissing):
         connect_processes(Job(host, port, "--coordinator", 2, 0), 0)

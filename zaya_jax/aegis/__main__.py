@@ -8,17 +8,20 @@ import os
 import random
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
+from zaya_jax.aegis.copies import Copies
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
-from zaya_jax.aegis.leader_process import LeaderProcess, leader_address, open_listener
+from zaya_jax.aegis.leader_process import LeaderProcess, leader_address, open_listeners
 from zaya_jax.aegis.member import Member, Place
 from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.state import is_running, read_state
@@ -37,7 +40,7 @@ from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.job_secret import secret_path, share_secret
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.parser import Parser
-from zaya_jax.run.signals import warn
+from zaya_jax.run.signals import NAMES, warn
 from zaya_jax.run.writing import remove_partials
 
 _LEASE = 120.0  # seconds to wait for the lock of a dead supervisor, which an NFSv4 server keeps for 90
@@ -73,6 +76,8 @@ def _run(options: argparse.Namespace) -> int:
         require(value >= 1, flag, value, "at least 1")
     require(options.spares >= 0, "--spares", options.spares, "at least 0")
     require(options.spares == 0 or options.nodes > 1, "--spares", options.spares, "0 unless --nodes is at least 2")
+    least = options.min_nodes
+    require(least is None or 1 <= least <= options.nodes, "--min-nodes", least, f"from 1 to --nodes {options.nodes}")
     policy = load_policy(options.policy)
     place = {"nodes": options.nodes, "spares": options.spares, "node": options.node, "coordinator": options.coordinator}
     command = read_command(options.command, options.processes, options.run_dir, **place)
@@ -88,26 +93,40 @@ def _run(options: argparse.Namespace) -> int:
     folder = command.run_dir / AEGIS / node
     environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
     with contextlib.ExitStack() as stack:
+        for number in {signal.SIGTERM, signal.SIGHUP} - {n for n in NAMES if signal.getsignal(n) is signal.SIG_IGN}:
+            stack.callback(signal.signal, number, signal.signal(number, _stop_before_start))
         if not _lock(folder, stack):
             return SupervisorExit.RETRY_ELSEWHERE
-        join = _join(command, options.spares, node, stack) if command.nodes > 1 else None
+        join = _join(command, options, node, stack) if command.nodes > 1 else None
         return Supervisor(command, policy, folder, node, environment, join).run()
 
 
-def _join(command: TrainingCommand, spares: int, name: str, stack: contextlib.ExitStack) -> Callable[[int], Member]:
+def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
+    """End with the code on which a scheduler requeues, while the supervisor waits for a lock or an address."""
+    del frame
+    warn(f"Stopped by {NAMES[number]} before the job started.")
+    raise SystemExit(SupervisorExit.PREEMPTED)
+
+
+def _join(
+    command: TrainingCommand, options: argparse.Namespace, name: str, stack: contextlib.ExitStack
+) -> Callable[[int], Member]:
     """Return what joins the job of several nodes; node 0 listens from now on, and has the secret of the job."""
     coordinator = command.coordinator or ""
     host, port = leader_address(coordinator)
     patience = float(select_preset(None if command.config is None else command.config.preset).join_seconds)
     argv = digest("\0".join(command.argv).encode(errors="surrogateescape"))
-    job = {"nodes": command.nodes, "spares": spares, "processes": len(command.devices), "command": argv}
+    least = options.min_nodes or command.nodes
+    job = {"nodes": command.nodes, "spares": options.spares, "min_nodes": least, "smaller": command.smaller_jobs(least)}
+    job |= {"processes": len(command.devices), "command": argv}
     place = Place(command.node, name, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
+    copies = None if command.config is None else Copies(command.config)
     if command.node:
-        return functools.partial(Member, place, leader=None)
-    listener = stack.enter_context(open_listener(coordinator, patience))
+        return functools.partial(Member, place, leader=None, copies=copies)
+    listeners = [stack.enter_context(each) for each in open_listeners(coordinator, patience)]
     secret = stack.enter_context(share_secret(place.secret))
-    leader = LeaderProcess(listener, secret, command.run_dir / AEGIS, job, patience)
-    return functools.partial(Member, place, leader=leader)
+    leader = LeaderProcess(listeners, secret, command.run_dir / AEGIS, job, patience)
+    return functools.partial(Member, place, leader=leader, copies=copies)
 
 
 def _lock(folder: Path, stack: contextlib.ExitStack) -> bool:
@@ -186,6 +205,8 @@ def _parser() -> Parser:
     _add_number(run, "--processes", 1, f"processes to start on this machine; {several}")
     _add_number(run, "--nodes", 1, "nodes of the job, each with its own supervisor and as many processes (default: 1)")
     _add_number(run, "--spares", 0, "further nodes that wait until they replace one that is lost (default: 0)")
+    text = "continue on fewer nodes, but at least N, when no spare is left, and on more again when nodes return"
+    run.add_argument("--min-nodes", type=int, metavar="N", help=f"{text} (default: that of --nodes)")
     launcher = "(default: set by Slurm or Kubernetes)"
     run.add_argument("--node", type=int, metavar="I", help=f"index of this node, from 0 {launcher}")
     run.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (several nodes only)")

@@ -46,12 +46,19 @@ _ACTED_ON = (FaultClass.GPU, FaultClass.NETWORK, FaultClass.NON_FINITE, FaultCla
 class Attempt:
     """Starts the processes; `run` returns when all have ended."""
 
-    def __init__(self, job: JobState, processes: Sequence[Process], monitor: Monitor, command: TrainingCommand) -> None:
-        """Start the processes of `command`; raises `OSError` if one cannot be started."""
+    def __init__(
+        self,
+        job: JobState,
+        processes: Sequence[Process],
+        monitor: Monitor,
+        command: TrainingCommand,
+        standby: ProcessGroup | None = None,
+    ) -> None:
+        """Start the processes of `command`, unless they are on `standby`; raises `OSError` if one cannot be started."""
         self._job, self._policy, self._log, self._monitor = job, job.policy, job.log, monitor
         self._log.attempt += 1
         needs_records = command.names_trainer or job.best_step >= 0  # which has trained before
-        self._group = ProcessGroup(processes, job.outputs, expects_records=needs_records)
+        self._group = standby or ProcessGroup(processes, job.outputs, expects_records=needs_records)
         self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes), **job.job_cause)
         self._hangs = HangWatch(job.timeouts, expects_records=command.config is not None)
         self._is_saved = command.is_saved
@@ -228,7 +235,8 @@ class Attempt:
             if not job.signals:
                 job.note_signal(signal.SIGTERM)
             return
-        seen = Observation("job-stop", FaultClass.PEERS, Severity.WARNING, stop.text)
+        severity = Severity.INFO if stop.saves else Severity.WARNING  # more nodes are no fault
+        seen = Observation("job-stop", FaultClass.PEERS, severity, stop.text)
         event = self._log.write_observation(seen, **job.job_cause)
         if not job.has_failed:
             job.detect(event)
@@ -237,6 +245,9 @@ class Attempt:
             self._planned = self._planned or Failure(
                 FaultClass.PEERS, "node-lost" if stop.is_lost else "job-stop", None, step, seen.text, step
             )
+        if stop.saves:
+            self._ask_to_stop(signal.SIGTERM, event)
+            return
         self._kill_at = self._kill_at or now + self._policy.settle_seconds
         if stop.is_lost:  # the others wait for it, and their stacks say no more
             self._group.kill()

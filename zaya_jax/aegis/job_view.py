@@ -14,7 +14,7 @@ from zaya_jax.errors import InputError, printable
 _STALE = 10.0  # seconds after which the leader that wrote a state counts as gone
 _FIELDS = {"unix": int | float, "state": str, "attempt": int, "why": str}
 _FIELDS |= {"needed": int, "nodes": list, "lost": dict, "strangers": int}
-_NODE = {"name": str, "state": str, "rank": int | None}
+_NODE = {"name": str, "state": str, "rank": int | None, "held": int | None}
 
 
 def format_job(run_dir: Path) -> str:
@@ -30,7 +30,9 @@ def format_job(run_dir: Path) -> str:
     lines = [f"Job of {counted(job['needed'], 'node')}: {state}; attempt {job['attempt']}. {job['why']}".strip()]
     for node in sorted(nodes, key=lambda node: (node["rank"] is None, node["rank"] or 0)):
         place = "spare " if node["rank"] is None else f"rank {node['rank']}"
-        lines.append(f"  {place:<8} {node['name']}: {node['state']}")
+        has_copy = node["rank"] is None and node["held"] is not None
+        held = f", has the checkpoint of step {node['held']}" if has_copy else ""
+        lines.append(f"  {place:<8} {node['name']}: {node['state']}{held}")
     lines += [f"  lost     {text}" for text in job["lost"].values()]
     if job["strangers"]:
         lines.append(f"  rejected {counted(job['strangers'], 'connection')} without the secret of the job")

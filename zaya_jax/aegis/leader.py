@@ -1,6 +1,6 @@
 """The leader of a multi-node job: a separate process on node 0, restarted by the supervisor there.
 
-`python -m zaya_jax.aegis.leader JSON`, with the arguments of `Leader` and a listening socket that it inherits.
+`python -m zaya_jax.aegis.leader JSON`, with the arguments of `Leader` and listening sockets that it inherits.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +33,7 @@ BEAT = 0.5  # seconds between two messages to a member, and from it
 SILENT = 4.0  # seconds without a message after which a node is lost; a busy machine delays a thread by less
 _TICK = 0.1  # seconds
 _PATIENCE = 10.0  # seconds that a proof may take
-_FAREWELL = 5.0  # seconds that members may take to read how the job ended
+_END_SECONDS = 5.0  # that members may take to read how the job ended
 _STATE_EVERY = 1.0  # seconds
 
 
@@ -43,7 +43,7 @@ class _Connection:
 
     channel: SecureChannel
     index: int
-    heard: float  # when the last message came
+    last_seen: float  # when the last message came
     sent: float = 0.0  # when the last one was sent
     order: Order | None = None  # what was sent
 
@@ -52,28 +52,29 @@ class Leader:
     """Keeps a connection to each member, and tells the `Roster` what happens to it; `run` returns at the job's end."""
 
     def __init__(
-        self, listener: socket.socket, secret: str, folder: Path, job: Mapping[str, Any], patience: float
+        self, listeners: Sequence[socket.socket], secret: str, folder: Path, job: Mapping[str, Any], patience: float
     ) -> None:
         """Listen to supervisors of a `job` (`nodes`, `spares`, …); its log and state are in `folder`.
 
-        `patience` is how long to wait for missing nodes, in seconds.
+        `patience` is how long to wait for missing nodes, in seconds; then one of the job's `smaller` numbers will do.
         """
         self._folder, self._job = folder, job
         self._files = FileWorker()
         self._log = EventLog(folder, LEADER, self._files)
-        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write)
+        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write, job["smaller"])
         self._members: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers = Strangers(self._selector, secret, self._admit)
         self._state: Future[None] | None = None  # the last `state.json`, which may not be written yet
         self._state_time = 0.0
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, self._strangers.accept)
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, self._strangers.accept)
 
     def run(self) -> None:
         """Serve until the job has ended and the members know it."""
         ended: float | None = None
-        while ended is None or (self._members and time.monotonic() < ended + _FAREWELL):
+        while ended is None or (self._members and time.monotonic() < ended + _END_SECONDS):
             for key, _ in self._selector.select(_TICK):
                 key.data(key.fileobj)
             now = time.monotonic()  # after all that had arrived was read: a pause of this process is no silence
@@ -81,7 +82,7 @@ class Leader:
             for connection in list(self._members.values()):
                 if not connection.channel.is_open:
                     self._lose(connection, "its connection closed", now)
-                elif now - connection.heard > SILENT:
+                elif now - connection.last_seen > SILENT:
                     self._lose(connection, f"it has sent nothing for {SILENT:g} s", now)
             self._roster.decide(now)
             for connection in self._members.values():
@@ -91,7 +92,7 @@ class Leader:
                 self._write_state(now)
             if self._roster.has_ended and ended is None:
                 ended = now
-        self._log.close(_FAREWELL)
+        self._log.close(_END_SECONDS)
 
     def _write(self, kind: Any, code: str, *, severity: Severity = Severity.INFO, text: str, **details: Any) -> int:
         self._log.attempt = details.pop("attempt", self._log.attempt)
@@ -113,17 +114,17 @@ class Leader:
         if (old := self._members.pop(report.index, None)) is not None:  # the same supervisor has connected again
             self._forget(old)
         connection = self._members[report.index] = _Connection(channel, report.index, now)
-        self._selector.register(channel, selectors.EVENT_READ, lambda _: self._hear(connection))
+        self._selector.register(channel, selectors.EVENT_READ, lambda _: self._receive(connection))
 
     def _reject(self, channel: SecureChannel, order: Order) -> None:
         channel.send(dataclasses.asdict(order))
         channel.close()
 
-    def _hear(self, connection: _Connection) -> None:
+    def _receive(self, connection: _Connection) -> None:
         for message in connection.channel.receive():
-            connection.heard = time.monotonic()
+            connection.last_seen = time.monotonic()
             if connection.index in self._roster.members:
-                self._roster.observe(Report.parse(message), connection.heard)
+                self._roster.observe(Report.parse(message), connection.last_seen)
 
     def _send_order(self, connection: _Connection, now: float) -> None:
         order = self._roster.order_for(connection.index)
@@ -144,11 +145,12 @@ class Leader:
         self._state_time, roster = now, self._roster
         nodes = [
             {"node": index, "name": report.name, "state": str(report.state), "rank": roster.ranks.get(index)}
+            | {"held": report.held}
             for index, report in sorted(roster.members.items())
         ]
         state = "ended" if roster.has_ended else "running" if roster.order.runs else "waiting"
         details = {"attempt": roster.order.attempt, "nodes": nodes, "lost": dict(roster.lost), "why": roster.order.text}
-        details |= {"needed": self._job["nodes"], "strangers": self._strangers.rejected, "exit_code": roster.order.code}
+        details |= {"needed": roster.order.nodes, "strangers": self._strangers.rejected, "exit_code": roster.order.code}
         folder = self._folder
         self._state = self._files.submit(lambda: write_state(folder, state=state, **details))
         self._log.flush()
@@ -159,9 +161,9 @@ def main() -> None:
     for number in NAMES:  # which launchers send to all processes: the supervisor heeds them
         signal.signal(number, signal.SIG_IGN)
     arguments = cast("dict[str, Any]", json.loads(sys.argv[1]))
-    listener = socket.socket(fileno=arguments["listener"])
+    listeners = [socket.socket(fileno=file) for file in arguments["listeners"]]
     secret, folder = os.environ[VARIABLE], Path(arguments["folder"])
-    Leader(listener, secret, folder, arguments["job"], arguments["patience"]).run()
+    Leader(listeners, secret, folder, arguments["job"], arguments["patience"]).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The process of the leader, which the supervisor of node 0 starts and restarts."""
 
 import contextlib
-import errno
 import functools
 import json
 import os
@@ -9,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from zaya_jax.config.checks import require
 from zaya_jax.errors import PeersMissing
 from zaya_jax.run.job_secret import VARIABLE
 from zaya_jax.run.launcher import split_address
-from zaya_jax.run.signals import warn_once
+from zaya_jax.run.listening import BIND, listen, open_listener
 
-_RETRY = 0.2  # seconds
 _KILLED = 2.0  # seconds until a killed process is given up
 _LAST_PORT = 2**16 - 1
 _SLOW = 20.0  # seconds that it may take to start
-_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 
 def leader_address(coordinator: str) -> tuple[str, int]:
@@ -39,32 +36,21 @@ def leader_address(coordinator: str) -> tuple[str, int]:
     return host, port + 1
 
 
-def open_listener(coordinator: str, seconds: float) -> socket.socket:
+def open_listeners(coordinator: str, seconds: float) -> list[socket.socket]:
     """Listen for the supervisors of other nodes; wait `seconds` for an address that is not up yet.
 
     `JAX_COORDINATOR_BIND_ADDRESS` overrides the address of process 0, as it does for process 0 itself. `PeersMissing`
     if the address cannot be used.
     """
-    host, port = leader_address(os.environ.get(_BIND) or coordinator)
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            both = host == "::" and socket.has_dualstack_ipv6()
-            listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
-            if str(address[0]).startswith("127.") and host not in (address[0], "localhost"):
-                reach = f"{host} is {address[0]} on this host, which other hosts cannot reach"
-                warn_once(f"{reach}. If the job has others, set {_BIND} to an ADDRESS:PORT of this host.")
-            return listener
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES) and time.monotonic() < deadline:
-                # A name may still lead to the host of an earlier start, and an address may come up late.
-                warn_once(f"The leader cannot listen at {host}:{port} yet: {reason}.")
-                time.sleep(_RETRY)
-                continue
+    host, port = leader_address(os.environ.get(BIND) or coordinator)
+    named = f"{host}:{port}"
+    try:
+        return listen(
+            "The leader", host, named, time.monotonic(), seconds, lambda address: open_listener(address, port)
+        )
+    except OSError as error:
         remedy = "Start node 0 on the host of --coordinator, and leave it the port after that"
-        raise PeersMissing(f"The leader of the job cannot listen at {host}:{port}: {reason}. {remedy}.")
+        raise PeersMissing(f"The leader of the job cannot listen at {named}: {error.strerror}. {remedy}.") from error
 
 
 class LeaderProcess:
@@ -74,11 +60,11 @@ class LeaderProcess:
     """
 
     def __init__(
-        self, listener: socket.socket, secret: str, folder: Path, job: Mapping[str, Any], patience: float
+        self, listeners: Sequence[socket.socket], secret: str, folder: Path, job: Mapping[str, Any], patience: float
     ) -> None:
         """Start no process yet; the arguments are those of `Leader`."""
-        self._listener = listener
-        arguments = {"listener": listener.fileno(), "folder": str(folder), "job": dict(job), "patience": patience}
+        self._files = [listener.fileno() for listener in listeners]
+        arguments = {"listeners": self._files, "folder": str(folder), "job": dict(job), "patience": patience}
         self._argv = [sys.executable, "-m", "zaya_jax.aegis.leader", json.dumps(arguments)]
         self._environment = {**os.environ, VARIABLE: secret}
         self._process: subprocess.Popen[bytes] | None = None
@@ -101,7 +87,7 @@ class LeaderProcess:
                 self._argv,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[self._listener.fileno()],
+                pass_fds=self._files,
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509
             )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zaya_jax.aegis.copies import Copies
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.leader import BEAT, SILENT
 from zaya_jax.aegis.leader_process import LeaderProcess
@@ -21,11 +22,11 @@ from zaya_jax.run.handshake import NoProofError, exchange_proofs
 from zaya_jax.run.job_secret import prove, read_secret
 from zaya_jax.run.peer import Peer
 
-_GIVE_UP = 8.0  # seconds without a word of the leader after which this node's processes must not go on
+_GIVE_UP = 8.0  # seconds without a message of the leader after which this node's processes must not go on
 _MARGIN = 15.0  # seconds to wait longer than the leader, which knows which nodes are missing
 _ANSWER = 2.0  # seconds that connecting and answering may take, each
 _RETRY = 0.2  # seconds
-_FAREWELL = 12.0  # seconds that the leader may take to tell the others how the job ended, and to write it
+_END_SECONDS = 12.0  # that the leader may take to tell the others how the job ended, and to write it
 _REQUESTS = (SupervisorExit.PREEMPTED, SupervisorExit.INTERRUPTED)
 
 
@@ -36,6 +37,7 @@ class Stop(NamedTuple):
     is_lost: bool  # they wait in vain for a node, so there is no evidence in them
     is_request: bool  # the job was asked to stop, so they may save
     event: int | None  # in the job's log
+    saves: bool = False  # they must save first, since the job continues on more nodes
 
 
 class Place(NamedTuple):
@@ -53,17 +55,17 @@ class Place(NamedTuple):
 class Member:
     """Reports what this supervisor does; `order` is what the leader wants, `ended` how the job has ended."""
 
-    def __init__(self, place: Place, attempt: int, leader: LeaderProcess | None) -> None:
+    def __init__(self, place: Place, attempt: int, leader: LeaderProcess | None, copies: Copies | None = None) -> None:
         """Join the job; `attempt` is the last one that this node knows, and `leader` is not None on node 0."""
-        self._place, self._leader = place, leader
+        self._place, self._leader, self._copies = place, leader, copies
         self._report = Report(place.node, place.name, secrets.token_hex(8), place.job, attempt=attempt)
         self.order = Order()
-        self.ended: tuple[int, str] | None = None  # exit code and sentence
+        self._ended: tuple[int, str] | None = None  # exit code and sentence
         self._channel: SecureChannel | None = None
         self._lock = threading.Lock()  # of the channel and the report
         self._closing = threading.Event()
         self._has_joined = False
-        self._quiet = 0.0  # seconds without a word of the leader, while this process ran
+        self._quiet = 0.0  # seconds without a message of the leader, while this process ran
         self._looked = self._began = time.monotonic()
         self._problem = "it does not answer"  # why there is no connection
         self._secret, self._is_foreign = "", False  # of the job, and whether the leader has another
@@ -85,21 +87,36 @@ class Member:
         while self.ended is None and idle():
             order = self.order
             if order.runs and order.rank is not None and order.attempt > self._report.attempt:
-                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank)
+                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes)
                 return order, prove(self._secret, "attempt", str(order.attempt), order.nonce)
         return None
+
+    @property
+    def is_idle_spare(self) -> bool:
+        """True if others train and have saved a checkpoint, but this node has no rank."""
+        order = self.order
+        return order.runs and order.rank is None and self._copies is not None and self._copies.newest is not None
+
+    @property
+    def ended(self) -> tuple[int, str] | None:
+        """How the job has ended: exit code and sentence. None while it goes on, and the leader sends."""
+        # Every thread that asks counts: the one that talks to the leader may wait for a file system or a name server.
+        if self._ended is None:
+            self._count_quiet()
+        return self._ended
 
     @property
     def stop(self) -> Stop | None:
         """Why the attempt that runs must stop; None while it is to go on."""
         order, report = self.order, self._report
-        if self.ended is not None:
-            code, text = self.ended
+        if (ended := self.ended) is not None:
+            code, text = ended
             return Stop(text, code == SupervisorExit.RETRY_ELSEWHERE, code in _REQUESTS, order.event)
         if order.runs and (order.attempt, order.rank) == (report.attempt, report.rank):
             return None
         text = order.text if order.attempt == report.attempt else f"Attempt {order.attempt} runs without this node."
-        return Stop(text, order.is_lost or order.attempt != report.attempt, is_request=False, event=order.event)
+        is_current = order.attempt == report.attempt
+        return Stop(text, order.is_lost or not is_current, False, order.event, saves=order.saves and is_current)
 
     def report(self, state: State, **changes: Any) -> None:
         """Tell the leader what this node does."""
@@ -114,26 +131,29 @@ class Member:
         if self.ended is None:
             self.report(State.LEFT, code=int(code), text=text)
         self._closing.set()
-        self._thread.join(_FAREWELL + 3 * _ANSWER)
+        self._thread.join(_END_SECONDS + 3 * _ANSWER)
 
     def _send_report(self) -> None:
         if self._channel is not None:
-            self._channel.send(dataclasses.asdict(self._report))
+            self._channel.send(self._describe())
+
+    def _describe(self) -> dict[str, Any]:
+        if (copies := self._copies) is not None:
+            self._report = dataclasses.replace(self._report, address=copies.address, held=copies.held)
+        return dataclasses.asdict(self._report)
 
     def _serve(self) -> None:
         try:
             self._keep_talking()
         except Exception as error:  # without this thread nobody would end the processes of a node that is given up
             traceback.print_exc()
-            self.ended = (
-                SupervisorExit.SOFTWARE,
-                f"The connection to the leader failed: {type(error).__name__}: {error}.",
-            )
+            text = f"The connection to the leader failed: {type(error).__name__}: {error}."
+            self._ended = SupervisorExit.SOFTWARE, text
         if self._channel is not None:
             self._channel.finish(_ANSWER)
         if self._leader is not None:
             self._closing.wait()  # the kernel would kill the leader with this thread
-            self._leader.end(_FAREWELL)
+            self._leader.end(_END_SECONDS)
 
     def _keep_talking(self) -> None:
         while not self._closing.is_set() and self.ended is None:
@@ -148,18 +168,16 @@ class Member:
             channel = self._connect()
         except (OSError, InputError) as error:
             self._problem = getattr(error, "strerror", None) or str(error)
-            self._count_quiet()
             return False
-        sent, was_heard = time.monotonic(), False
+        sent, has_answered = time.monotonic(), False
         with self._lock:
             self._channel = channel
             self._send_report()
         while channel.is_open and self.ended is None and not self._closing.is_set():
             select.select([channel], [], [], BEAT / 2)
             for message in channel.receive():
-                self._quiet, was_heard = 0.0, True
+                self._quiet, has_answered = 0.0, True
                 self._heed(Order(**message))
-            self._count_quiet()
             if self._quiet > SILENT:
                 break
             if time.monotonic() - sent >= BEAT:
@@ -170,15 +188,17 @@ class Member:
             with self._lock:
                 self._channel = None
             channel.close()
-        return was_heard
+        return has_answered
 
     def _connect(self) -> SecureChannel:
         place, deadline = self._place, time.monotonic() + 2 * _ANSWER
         connection = socket.create_connection(self._address or (place.host, place.port), timeout=_ANSWER)
         try:
             with self._lock:
-                hello = dataclasses.asdict(self._report)
+                hello = self._describe()
             key = exchange_proofs(connection, self._find_secret, hello, deadline)
+            if self._copies is not None and not self._copies.address:
+                self._copies.start(connection.getsockname()[0], self._secret)
         except BaseException as error:
             self._is_foreign = isinstance(error, NoProofError)
             connection.close()
@@ -197,11 +217,13 @@ class Member:
     def _heed(self, order: Order) -> None:
         self._has_joined = True
         if order.code is not None:  # first, since another thread reads both
-            self.ended = order.code, order.text
+            self._ended = order.code, order.text
         self.order = order
+        if self._copies is not None:
+            self._copies.follow(order.peers, copies=order.copies, has_rank=order.rank is not None)
 
     def _count_quiet(self) -> None:
-        """Count the time without a word, but for pauses of this process itself; give up if it is too long."""
+        """Count the time without a message, but for pauses of this process itself; give up if it is too long."""
         now = time.monotonic()
         self._quiet += min(now - self._looked, 2 * _ANSWER)
         self._looked = now
@@ -209,7 +231,7 @@ class Member:
         code = SupervisorExit.RETRY_ELSEWHERE
         if self._has_joined and self._quiet > _GIVE_UP:
             problem = f"Node 0, with {leader}, has sent nothing for {_GIVE_UP:g} s ({self._problem})"
-            self.ended = code, f"{problem}, so the processes of {self._place.name} were stopped."
+            self._ended = code, f"{problem}, so the processes of {self._place.name} were stopped."
         elif not self._has_joined and now - self._began > self._place.patience + _MARGIN:
             seconds = self._place.patience + _MARGIN
-            self.ended = code, f"{self._place.name} could not join {leader} within {seconds:g} s ({self._problem})."
+            self._ended = code, f"{self._place.name} could not join {leader} within {seconds:g} s ({self._problem})."

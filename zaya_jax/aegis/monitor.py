@@ -39,8 +39,7 @@ class Monitor:
         self._policy, self._run_dir, self._files, self._changes = policy, run_dir, files, changes
         watch = policy.watch
         self._kernel_log = KernelLog(Path(watch.kernel_log or os.devnull))
-        telemetry = None if watch.network_telemetry is None else Path(watch.network_telemetry)
-        self._network = NetworkWatch(Path(watch.sysfs), watch.link_down_seconds, telemetry)
+        self._network = NetworkWatch(Path(watch.sysfs), watch.link_down_seconds)
         self._host = HostWatch(run_dir)
         self._disk: Future[list[Observation]] | None = None  # what is being read
         self._is_silent = False  # whether the run folder has not answered for long

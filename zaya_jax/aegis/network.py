@@ -1,26 +1,14 @@
-"""Watch the links of network cards: InfiniBand and RoCE ports, Ethernet interfaces, and AMD's NIC telemetry.
+"""Watch the links of network cards: InfiniBand and RoCE ports and Ethernet interfaces, as the kernel shows them."""
 
-Formats: those of `hardware.sysfs`, `nicctl show port --json`, and the metric NIC_PORT_STATUS_LINK_DOWN_COUNT of AMD's
-device-metrics-exporter.
-"""
-
-import contextlib
 import dataclasses
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.hardware.sysfs import MOST_LINKS, Sysfs
-from zaya_jax.run.files import read_end
 
-_LONGEST_TELEMETRY = 1 << 20  # bytes; of a longer file, the last ones are read
 _ERRORS_EVERY = 60.0  # seconds at least between two reports of a link's errors
 _ERROR_COUNTERS = ("symbol_error", "local_link_integrity_errors", "port_rcv_errors", "excessive_buffer_overrun_errors")
-_METRIC = re.compile(r"^\w{0,40}nic_port_status_link_down_count\{([^}]{0,1000})\} ([0-9.e+]{1,30})", re.MULTILINE)
-_PORT_LABEL = re.compile(r'\bport_name="([^"]{1,100})"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +34,9 @@ class _Link:
 class NetworkWatch:
     """Reports links that go down, come back, or stay down."""
 
-    def __init__(self, root: Path = Path("/sys"), down_seconds: float = 30.0, telemetry: Path | None = None) -> None:
+    def __init__(self, root: Path = Path("/sys"), down_seconds: float = 30.0) -> None:
         """Watch the links in the sysfs at `root`; one that is down for longer than `down_seconds` counts as lost."""
-        self._sysfs, self._down_seconds, self._telemetry = Sysfs(root), down_seconds, telemetry
+        self._sysfs, self._down_seconds = Sysfs(root), down_seconds
         self._links: dict[str, _Link] = {}
 
     def poll(self, now: float) -> list[Observation]:
@@ -115,40 +103,6 @@ class NetworkWatch:
                 downs = changes // 2
             up = {"up": True, "down": False, "lowerlayerdown": False, "notpresent": False}
             yield name, Reading(up.get(text(f"{folder}/operstate")), downs)
-        if self._telemetry is not None:
-            yield from read_telemetry(self._telemetry).items()
-
-
-def read_telemetry(path: Path) -> dict[str, Reading]:
-    """Return the ports in a telemetry file of AMD's NIC tools; none if it cannot be read.
-
-    It has the output of `nicctl show port --json`, one JSON object a line or one only, or the metrics of AMD's exporter
-    in the text format of Prometheus.
-    """
-    try:
-        text = read_end(path, _LONGEST_TELEMETRY).decode("utf-8", "replace").strip()
-    except OSError:
-        return {}
-    readings: dict[str, Reading] = {}
-    for labels, value in _METRIC.findall(text):
-        port = _PORT_LABEL.search(labels)
-        with contextlib.suppress(ValueError, OverflowError):
-            readings[f"nic {port[1] if port else labels[:100]}"] = Reading(None, int(float(value)))
-    for candidate in (text, text.rpartition("\n")[2]):  # one object over many lines, or the newest of one a line
-        with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
-            readings |= dict(_nicctl_ports(json.loads(candidate)))
-            break
-    return dict(list(readings.items())[:MOST_LINKS])
-
-
-def _nicctl_ports(document: Any) -> Iterator[tuple[str, Reading]]:
-    for card in document.get("nic", []):
-        for port in card.get("port", []):
-            status, name = port.get("status", {}), str(port.get("spec", {}).get("name", ""))[:100]
-            downs = str(status.get("number_of_link_down_events", ""))
-            up = {"UP": True, "DOWN": False}.get(str(status.get("operational_status")))
-            count = int(downs) if downs.isascii() and downs.isdigit() and len(downs) < 19 else None
-            yield f"nic {str(card.get('id', ''))[:100]} {name}", Reading(up, count)
 
 
 def _observe(code: str, severity: Severity, text: str) -> Observation:

@@ -74,7 +74,6 @@ class WatchPolicy:
 
     kernel_log: str | None = "/dev/kmsg"  # or a file with the kernel's messages; null to leave it out
     sysfs: str = "/sys"
-    network_telemetry: str | None = None  # file with counters of AMD's network cards, see `network.read_telemetry`
     link_down_seconds: Positive[float] = 150.0  # a link may be down; more than the network retries
     gpu_seconds: Positive[float] = 30.0  # between two probes of the GPUs
     gpu_timeout: Positive[float] = 20.0  # seconds that a probe may take

@@ -18,6 +18,7 @@ import psutil
 
 from zaya_jax.aegis.failure import RankEnd
 from zaya_jax.aegis.output import Output, Stream
+from zaya_jax.run import standby
 from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, ExitRecord, Phase, Progress, read_progress
 
 KILL_SECONDS = 60.0  # that the kernel may take to end a process after SIGKILL
@@ -57,7 +58,7 @@ class Rank:
             self.process = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
                 list(command),
                 env=variables,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if standby.VARIABLE in variables else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -185,6 +186,8 @@ class Rank:
         for stream in self.streams:
             stream.close()
         self._forget_trainer()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         os.close(self.exit)
         os.close(self._record)
 

@@ -8,7 +8,7 @@ reports which attempt runs. Ranks belong to one attempt; a node that comes back 
 import dataclasses
 import enum
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
@@ -41,9 +41,12 @@ class Report:
     state: State = State.READY
     attempt: int = 0  # the last one that it has run, or knows of
     rank: int | None = None  # in that attempt
+    nodes: int = 0  # of that attempt
     text: str = ""  # why the attempt failed, or the supervisor ends
     code: int = 0  # exit code with which it ends
     event: int | None = None  # the event of the failure in the node's own log
+    address: str = ""  # where it serves copies of checkpoints, see `Copies`; empty if it serves none
+    held: int | None = None  # step of the checkpoint of which it holds every part, verified
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Self:
@@ -57,12 +60,16 @@ class Order:
 
     attempt: int = 0  # the newest
     rank: int | None = None  # of this node in it; None for a spare
+    nodes: int = 0  # number of nodes with a rank in it
     runs: bool = False  # whether the attempt goes on
+    saves: bool = False  # whether the processes are to save before they end, as more nodes are there
     nonce: str = ""  # makes the secret of the attempt
     is_lost: bool = False  # whether it was stopped since a node was lost: its processes wait in vain
     text: str = ""  # why it was stopped, or the job ended
     code: int | None = None  # exit code with which all supervisors end; None while the job goes on
     event: int | None = None  # the event that this follows from in the job's log
+    peers: Sequence[str] = ()  # where to get copies, node 0 first: from it alone unless `copies`
+    copies: bool = False  # whether to get copies of the newest checkpoint: a spare, or a node that replaces another
 
 
 # Writes an event to the log of the job, and returns its id.
@@ -72,20 +79,31 @@ WriteEvent = Callable[..., int]
 class Roster:
     """Decides which node has which rank, when an attempt starts and stops, and when the job ends."""
 
-    def __init__(self, nodes: int, spares: int, attempt: int, patience: float, write: WriteEvent) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        spares: int,
+        attempt: int,
+        patience: float,
+        write: WriteEvent,
+        smaller: Sequence[int] = (),
+    ) -> None:
         """Wait for `nodes` and `spares`; the last of earlier attempts was `attempt`.
 
-        `patience` is how long to wait for nodes that are missing before the first attempt, in seconds.
+        `patience` is how long to wait for nodes that are missing before the first attempt, in seconds; then one of the
+        `smaller` numbers will do.
         """
         self._nodes, self._spares, self._patience, self._write = nodes, spares, patience, write
+        self._sizes = sorted({nodes, *smaller}, reverse=True)  # numbers of nodes that may train
         self.members: dict[int, Report] = {}
         self.lost: dict[int, str] = {}  # index → sentence
         self.ranks: dict[int, int] = {}  # of the nodes in this attempt, or before it the last one; by index
-        self.order = Order(attempt)  # for all, without a rank
+        self.order = Order(attempt, nodes=nodes)  # for all, without a rank
+        self._replacements: set[int] = set()  # nodes that have a rank in this attempt and had none before
         self._finished: set[int] = set()  # ranks
         self._incomplete_since: float | None = None  # while an attempt that this leader did not start lacks ranks
         self._waiting_since: float | None = None  # while nodes are missing
-        self._gathering_since: float | None = None  # while enough are ready for the first attempt
+        self._gathering_since: float | None = None  # while enough are ready for the first attempt, or for more ranks
         self._has_ordered = False  # whether this leader has started or stopped an attempt
 
     @property
@@ -95,7 +113,11 @@ class Roster:
 
     def order_for(self, index: int) -> Order:
         """Return what a member is to do."""
-        return dataclasses.replace(self.order, rank=self.ranks.get(index))
+        rank = self.ranks.get(index)
+        copies = index in self._replacements if rank is not None else self.order.runs
+        others = [each for number, each in sorted(self.members.items()) if number != index and each.address]
+        peers = [each.address for each in others if each.index == 0 or copies]
+        return dataclasses.replace(self.order, rank=rank, peers=peers, copies=copies)
 
     def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Order | None:
         """Add a member of the `job`, or return the order with which it is rejected."""
@@ -132,7 +154,7 @@ class Roster:
             return
         if report.attempt > self.order.attempt or not self.order.runs:
             self.ranks, self._finished, self._incomplete_since = {}, set(), now
-            self.order = Order(report.attempt, runs=True)
+            self.order = Order(report.attempt, nodes=report.nodes, runs=True)
         if report.rank is not None and report.rank not in self.ranks.values():
             self.ranks[report.index] = report.rank
 
@@ -183,14 +205,17 @@ class Roster:
         if any(report.state in (State.RUNNING, State.ENDED) for report in self.members.values()):
             self._waiting_since = None
             return
-        if len(self.members) < self._nodes or 0 not in self.members:  # process 0 is on the leader's node
+        size = self._fitting(len(self.members))
+        if size < self.order.nodes or 0 not in self.members:  # process 0 is on the leader's node
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
             self._gathering_since = None
             seconds = min(self._patience, _RETURN) if self._has_ordered else self._patience
-            if now - self._waiting_since >= seconds:
+            if now - self._waiting_since >= seconds and size and 0 in self.members:
+                self._start(size)
+            elif now - self._waiting_since >= seconds:
                 absent = [index for index in range(self._nodes + self._spares) if index not in self.members]
                 reasons = " ".join(self.lost[index] for index in absent if index in self.lost)
-                missing = f"{self._nodes} nodes are needed, but after {seconds:g} s only {len(self.members)}"
+                missing = f"{self._sizes[-1]} nodes are needed, but after {seconds:g} s only {len(self.members)}"
                 names = f"are there; {_names(absent)} are missing."
                 self._end(SupervisorExit.RETRY_ELSEWHERE, f"{missing} {names} {reasons}".strip())
             return
@@ -199,36 +224,60 @@ class Roster:
         may_come = self._nodes + self._spares - len(self.members) - len(self.lost)
         if not self._has_ordered and may_come and now - self._gathering_since < _GATHER:
             return
-        self._start()
+        self._start(size)
+
+    def _fitting(self, count: int) -> int:
+        """Return how many of `count` nodes may train; 0 if they are too few."""
+        return next((size for size in self._sizes if size <= count), 0)
 
     def _check_running(self, now: float) -> None:
-        if len(self._finished) == self._nodes:
+        nodes = self.order.nodes
+        if len(self._finished) == nodes:
             self._end(SupervisorExit.DONE, f"The command finished in attempt {self.order.attempt}.")
-        elif len(self.ranks) == self._nodes:
+        elif len(self.ranks) == nodes:
             self._incomplete_since = None
+            ready = [index for index, report in self.members.items() if report.state is State.READY]
+            size = self._fitting(len(self.ranks.keys() | ready))
+            if size <= nodes or self._finished:
+                self._gathering_since = None
+            elif self._gathering_since is None:
+                self._gathering_since = now
+            elif now - self._gathering_since > _GATHER:
+                text = f"{size} nodes are there, so training saves, and continues on them instead of {nodes}."
+                self._stop(text, saves=True)
         elif self._incomplete_since is not None and now - self._incomplete_since > _REJOIN:
-            absent = _names(rank for rank in range(self._nodes) if rank not in self.ranks.values())
+            absent = _names(rank for rank in range(nodes) if rank not in self.ranks.values())
             self._stop(f"The nodes with the ranks {absent} did not return to the restarted leader.", is_lost=True)
 
-    def _start(self) -> None:
-        kept = {index: rank for index, rank in self.ranks.items() if index in self.members}
-        free = sorted(set(range(self._nodes)) - set(kept.values()))
+    def _start(self, size: int) -> None:
+        """Start an attempt with so many nodes; those that had a rank keep it if there still is one of that number."""
+        self._waiting_since = self._gathering_since = None
+        kept = {index: rank for index, rank in self.ranks.items() if index in self.members and rank < size}
+        free = sorted(set(range(size)) - set(kept.values()))
         self.ranks = kept | dict(zip(sorted(self.members.keys() - kept.keys()), free, strict=False))
+        self._replacements = self.ranks.keys() - kept.keys() if kept else set()
         self._finished, self._has_ordered = set(), True
         attempt = 1 + max(self.order.attempt, *(report.attempt for report in self.members.values()))
         seats = sorted((rank, index) for index, rank in self.ranks.items())
         ranks = ", ".join(f"{rank}: {self.members[index].name}" for rank, index in seats)
         event = self._write("start", "job-attempt", text=f"Ranks {ranks}", attempt=attempt, cause=self.order.event)
-        self.order = Order(attempt, runs=True, nonce=secrets.token_hex(16), event=event)
+        self.order = Order(attempt, nodes=size, runs=True, nonce=secrets.token_hex(16), event=event)
 
-    def _stop(self, text: str, cause: int | None = None, node: str | None = None, *, is_lost: bool = False) -> None:
+    def _stop(
+        self,
+        text: str,
+        cause: int | None = None,
+        node: str | None = None,
+        *,
+        is_lost: bool = False,
+        saves: bool = False,
+    ) -> None:
         """Stop the attempt because of the event `cause` in the log of `node`, or in the job's own."""
         self._has_ordered = True
         details = {"cause": cause, "cause_node": node if cause else None, "action": "restart"}
         event = self._write("decide", "job-stop", severity=Severity.WARNING, text=text, **details)
-        self.order = dataclasses.replace(
-            self.order, runs=False, is_lost=is_lost, text=printable(text, 500), event=event
-        )
+        stopped = {"runs": False, "is_lost": is_lost, "saves": saves}
+        self.order = dataclasses.replace(self.order, **stopped, text=printable(text, 500), event=event)
 
     def _end(self, code: int, text: str, cause: int | None = None, node: str | None = None) -> None:
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL

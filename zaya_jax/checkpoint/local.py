@@ -1,27 +1,23 @@
-"""Node-local copies of the newest checkpoint, for fast restarts.
+"""Copies of the newest checkpoint on this node, for fast restarts.
 
-Each process stores the shards of its devices. A copy is used only if every process finds all its shards and they match
-the checkpoint's digests.
+Each process stores the parts of the arrays on its devices; the supervisor of a spare node those of all processes.
 """
 
-import json
 import math
-import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint.digest import array_digest, assemble
-from zaya_jax.run.digests import Digests, digest, read_slice, slice_text
-from zaya_jax.run.files import expanded, read_json
-from zaya_jax.run.writing import new_folder, private_folder, remove
+from zaya_jax.checkpoint.digest import ArrayPart, array_digest, assemble, pieces
+from zaya_jax.run.digests import Digests, read_slice, slice_text
+from zaya_jax.run.local_copies import copies_folder, part_file, remove_other_steps
+from zaya_jax.run.writing import private_folder
 
-_INDEX = "index.json"
-_COPY = re.compile(r"\d+(\.partial)?")  # what is removed
+_THREADS = 8
 
 
 class LocalCopies:
@@ -29,35 +25,36 @@ class LocalCopies:
 
     def __init__(self, folder: str | None, run: Path) -> None:
         """Use a subfolder of `folder` that is derived from `run`, the run's checkpoint folder."""
-        self._home: Path | None = None
-        if folder is not None:
-            name = f"{digest(str(run).encode(errors='surrogateescape'))[:12]}-{jax.process_index()}"
-            self._home = expanded(folder) / name
-        self._staged: dict[tuple[str, str], np.ndarray] = {}
+        self._home = None if folder is None else copies_folder(folder, run)
+        self._staged: dict[str, np.ndarray] = {}  # by file
         self._warned = False  # since a copy was last written
 
     def stage(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Copy this process's shards of `arrays` into host memory, until `commit` or `discard`."""
+        """Copy this process's parts of `arrays` into host memory, until `commit` or `discard`."""
         if self._home is None:
             return
         self._staged = {
-            (name, slice_text(shard.index, array.shape)): np.asarray(shard.data)
+            part_file(name, piece.span): piece.data
             for name, array in arrays.items()
             for shard in array.addressable_shards
+            for piece in pieces(ArrayPart(name, slice_text(shard.index, array.shape), np.asarray(shard.data)))
         }
 
     def discard(self) -> None:
-        """Drop the staged shards."""
+        """Drop the staged parts."""
         self._staged = {}
 
     def commit(self, step: int) -> str:
-        """Write the staged shards as the copy of `step`, and remove older ones; return why the first attempt failed."""
+        """Write the staged parts as the copy of `step`, and remove older ones; return why the first attempt failed."""
         staged, self._staged = self._staged, {}
         if self._home is None or not staged:
             return ""
         try:
             with private_folder(self._home) as home:
-                _write(home, step, staged)
+                (home / str(step)).mkdir(exist_ok=True)
+                for file, data in staged.items():
+                    np.ascontiguousarray(data).tofile(home / str(step) / file)
+                remove_other_steps(home, step)
         except (OSError, ValueError) as error:  # ValueError: an invalid path
             warned, self._warned = self._warned, True
             reason = getattr(error, "strerror", None) or str(error)
@@ -67,42 +64,60 @@ class LocalCopies:
         self._warned = False
         return ""
 
-    def read(self, step: int, abstract: Mapping[str, Any], digests: Digests) -> dict[str, jax.Array] | None:
-        """Read the arrays with the layout of `abstract`; None if a part is missing or differs."""
-        if self._home is None:
-            return None
-        folder = self._home / str(step)
-        try:
-            index = read_json(folder / _INDEX)
-            files = {(name, span): folder / str(number) for number, (name, span) in enumerate(index)}
-            return {name: _array(name, leaf, files, digests[name]) for name, leaf in abstract.items()}
-        except (OSError, ValueError, KeyError, TypeError):  # also raised by a damaged index
-            return None
+    def read(
+        self, step: int, abstract: Mapping[str, Any], digests: Digests, say: Callable[[str], object]
+    ) -> dict[str, jax.Array]:
+        """Read the arrays of which all parts for this process are here, with the layout of `abstract`.
+
+        Parts that do not match their digests count as missing; `say` gets a sentence about them.
+        """
+        if self._home is None or not digests:
+            return {}
+        folder, wrong = self._home / str(step), list[str]()
+
+        def read(name: str) -> jax.Array | None:
+            try:
+                leaf = abstract[name]
+                return assemble(leaf, lambda span: _section(folder, name, span, leaf.dtype, digests.get(name, {})))
+            except OSError:
+                return None
+            except ValueError as error:
+                wrong.append(str(error))
+                return None
+
+        with ThreadPoolExecutor(_THREADS, "copies") as pool:
+            arrays = dict(zip(abstract, pool.map(read, abstract), strict=True))
+        if wrong:
+            more = f", as do {len(wrong) - 1} more arrays" if len(wrong) > 1 else ""
+            say(f"{wrong[0]}{more}. It is read from the checkpoint instead.")
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _write(home: Path, step: int, staged: Mapping[tuple[str, str], np.ndarray]) -> None:
-    """Write the copy of a step into this run's private folder, and remove other copies there."""
-    part = home / f"{step}.partial"
-    with new_folder(home / str(step), part):
-        for number, data in enumerate(staged.values()):
-            np.ascontiguousarray(data).tofile(part / str(number))
-        (part / _INDEX).write_text(json.dumps(list(staged)), encoding="utf-8")
-        remove(home / str(step))
-    for name in os.listdir(home):
-        if _COPY.fullmatch(name) and name != str(step):
-            remove(home / name, ignore_errors=True)
+def _section(folder: Path, name: str, span: str, dtype: Any, digests: Mapping[str, str]) -> np.ndarray:
+    """Read a slice of an array from the parts that it overlaps; OSError if one is missing, ValueError if it differs."""
+    wanted = read_slice(span)
+    section, read = np.empty([axis.stop - axis.start for axis in wanted], dtype), 0
+    for saved, text in digests.items():
+        part = read_slice(saved)
+        common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(wanted, part, strict=True)]
+        if all(axis.start < axis.stop for axis in common):
+            data = _part(folder / part_file(name, saved), [axis.stop - axis.start for axis in part], dtype, text)
+            section[_within(common, wanted)] = data[_within(common, part)]
+            read += math.prod(axis.stop - axis.start for axis in common)
+    if read != section.size:
+        raise OSError(f"The checkpoint has no digests for all of {name}[{span}].")
+    return section
 
 
-def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests: Mapping[str, str]) -> jax.Array:
-    """Read one array of the copy; KeyError or ValueError if a part is missing or differs."""
+def _within(index: Sequence[slice], outer: Sequence[slice]) -> tuple[slice, ...]:
+    """Return an index of a whole array as one of its section `outer`."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(index, outer, strict=True))
 
-    def read(span: str) -> np.ndarray:
-        path, shape = files[name, span], [axis.stop - axis.start for axis in read_slice(span)]
-        if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is allocated
-            raise ValueError(f"{path} does not have the size of {name}[{span}].")
-        data = np.fromfile(path, leaf.dtype)
-        if array_digest(data) != digests[span]:
-            raise ValueError(f"{name}[{span}] does not match its checksum.")
-        return data.reshape(shape)
 
-    return assemble(leaf, read)
+def _part(path: Path, shape: list[int], dtype: Any, text: str) -> np.ndarray:
+    """Read a part; OSError or ValueError if it is missing or does not match its digest."""
+    is_whole = path.stat().st_size == math.prod(shape) * dtype.itemsize  # before memory is allocated
+    data = np.fromfile(path, dtype) if is_whole else np.empty(0, dtype)
+    if not is_whole or array_digest(data) != text:
+        raise ValueError(f"The local copy {path} does not match the checksum of the checkpoint")
+    return data.reshape(shape)

@@ -118,24 +118,27 @@ def _restore(
     expected = named(abstract)
     _check_arrays(folder, manifest, expected, part)
 
-    def read_local() -> tuple[Digests, dict[str, jax.Array] | None]:
+    def read() -> tuple[dict[str, jax.Array], list[int]]:
         digests = {name: parts for name, parts in read_digests(folder, manifest).items() if name in expected}
-        return digests, store.local.read(manifest.step, expected, digests) if store is not None and digests else None
-
-    def read() -> dict[str, jax.Array]:
-        arrays = _load(CheckpointReader(folder, manifest.leaves, manifest.files), expected)
+        local = {} if store is None else store.local.read(manifest.step, expected, digests, print)
+        rest = {name: leaf for name, leaf in expected.items() if name not in local}
+        arrays = _load(CheckpointReader(folder, manifest.leaves, manifest.files), rest) if rest else {}
         if digests:
-            _compare(folder, manifest, arrays, digests)
-        return arrays
+            _compare(folder, manifest, arrays, {name: parts for name, parts in digests.items() if name in rest})
+        return local | arrays, [_local_bytes(local), _local_bytes(arrays), bool(digests)]
 
-    digests, arrays = _everywhere(read_local)
-    # Either all processes use their local copies or none does.
-    if not all(all_gather("restore", arrays is not None, _PATIENCE)) or arrays is None:
-        arrays = None  # frees it
-        arrays = _everywhere(read)
-        if store is not None and digests:
-            store.verified.add(manifest.step)
+    arrays, own = _everywhere(read)
+    local, loaded, verified = map(sum, zip(*all_gather("restore", own, _PATIENCE), strict=True))
+    if store is not None and local and is_primary():
+        sources = f"{local:,} bytes from copies on the nodes, {loaded:,} from {folder}"
+        store.say(f"Restored the checkpoint of step {manifest.step}: {sources}.")
+    if store is not None and verified and not local:
+        store.verified.add(manifest.step)
     return Restored(like(abstract, arrays), manifest)
+
+
+def _local_bytes(arrays: Mapping[str, jax.Array]) -> int:
+    return sum(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
 
 
 def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any], part: bool) -> None:

@@ -8,6 +8,7 @@ Whoever connects is a stranger until it has proved that it knows the secret of t
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import select
@@ -22,17 +23,17 @@ from zaya_jax.errors import InputError, PeersMissing, printable
 from zaya_jax.run.handshake import NoProofError, Strangers, exchange_proofs, read_line
 from zaya_jax.run.job_secret import VARIABLE, read_secret, secret_path, share_secret
 from zaya_jax.run.launcher import split_address
+from zaya_jax.run.listening import BIND, BIND_INSTEAD, listen, open_listener, resolve
 from zaya_jax.run.peer import Peer, end_connections
 from zaya_jax.run.signals import warn, warn_once
 
 _READY = "ready"  # process 0's message that all processes are connected
 _REFUSALS = {"missing ": PeersMissing, "invalid ": InputError}  # starts process 0's message why the job does not start
 _LINES, _SERVICE = "lines", "service"  # the two connections
-_PATIENCE = 10.0  # seconds that a proof may take, or that a name server may be busy
+_PATIENCE = 10.0  # seconds that a proof may take
 _ANSWER = 2.0  # seconds to wait for an answer from a process that already has the port
 _RETRY = 0.2  # seconds
 _MARGIN = 5.0  # seconds to wait longer than process 0, which knows who is missing
-_BIND = "set JAX_COORDINATOR_BIND_ADDRESS to an ADDRESS:PORT of this host"
 T = TypeVar("T")
 
 
@@ -113,35 +114,19 @@ class _Members:
 
     def _listen(self, stack: contextlib.ExitStack) -> list[socket.socket]:
         host, port = self._job.host, self._job.port
-        if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
-            host, port = split_address(chosen, "JAX_COORDINATOR_BIND_ADDRESS")
-        while True:
-            addresses = _resolve(self._job, host, self._start, self._seconds)
-            opened = [self._open_listener(address, port) for address in addresses]
-            listeners = [stack.enter_context(listener) for listener in opened if listener is not None]
-            if listeners:
-                is_local = all(address == "::1" or address.startswith("127.") for address in addresses)
-                if is_local and host not in (*addresses, "localhost"):
-                    problem = f"{host} is {' and '.join(addresses)} on this host, which other hosts cannot reach"
-                    warn_once(f"{problem}. If the job has others, {_BIND}.")
-                return listeners
-            # A name may still lead to the host of an earlier start, and an address may come up late.
-            problem = f"Process 0 cannot listen at {self._job.coordinator}: {host} is no address of this host"
-            warn_once(f"{problem} yet. It tries again for {self._seconds:g} s.")
-            if time.monotonic() >= self._start + self._seconds:
-                raise PeersMissing(f"{problem}. Start process 0 there. If the address is translated, {_BIND}.")
-            time.sleep(_RETRY)
+        if chosen := os.environ.get(BIND):
+            host, port = split_address(chosen, BIND)
+        open_at = functools.partial(self._open_listener, port=port)
+        listeners = listen("Process 0", host, self._job.coordinator, self._start, self._seconds, open_at)
+        return [stack.enter_context(listener) for listener in listeners]
 
     def _open_listener(self, address: str, port: int) -> socket.socket | None:
         """Listen at an address, if this host has it. If another process 0 of the job has the port, both end."""
-        end, family = time.monotonic() + _ANSWER, socket.AF_INET6 if ":" in address else socket.AF_INET
+        end = time.monotonic() + _ANSWER
         while True:
             try:
-                backlog, dual = socket.SOMAXCONN, address == "::"
-                return socket.create_server((address, port), family=family, backlog=backlog, dualstack_ipv6=dual)
+                return open_listener(address, port)
             except OSError as error:
-                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    return None  # as ::1 of localhost without IPv6
                 if error.errno == errno.EADDRINUSE:
                     with contextlib.suppress(PeersMissing), _enter(self._job, _LINES, 0, 0) as connection:
                         _wait_until_ready(connection, self._job, _ANSWER)
@@ -188,7 +173,7 @@ class _Members:
         return (
             f"{list_processes(absent)} of {job.processes} did not reach {job.coordinator} within {self._seconds:g} s; "
             f"{present} did. Start every process with this address and a different --process. Process 0 listened at "
-            f"{addresses}; if other hosts do not reach that, {_BIND}. {self._rejection}"
+            f"{addresses}; if other hosts do not reach that, {BIND_INSTEAD}. {self._rejection}"
         ).strip()
 
     def _refuse(self, error: InputError) -> NoReturn:
@@ -207,24 +192,6 @@ def list_processes(numbers: list[int]) -> str:
     return f"Process{'es' if len(numbers) > 1 else ''} {listed}"
 
 
-def _resolve(job: Job, host: str, start: float, seconds: float) -> list[str]:
-    """Return the addresses of a host; `InputError` if its name cannot be resolved."""
-    while True:
-        try:
-            addresses: list[Any] = [info[4] for info in socket.getaddrinfo(host, None)]  # IPv6: with a scope at the end
-            return list(dict.fromkeys(f"{ip}%{rest[2]}" if any(rest[2:]) else str(ip) for ip, *rest in addresses))
-        except socket.gaierror as error:
-            # Kubernetes registers a pod's name only once it is scheduled; a name server may be busy for a moment.
-            late = seconds if "KUBERNETES_SERVICE_HOST" in os.environ else _PATIENCE * (error.errno == socket.EAI_AGAIN)
-            if time.monotonic() >= start + late:
-                problem = f"The host of {job.coordinator} could not be resolved ({error.strerror})"
-                raise PeersMissing(f"{problem}. Correct the name, or use an IP address.") from error
-        except UnicodeError as error:  # a name that the idna codec cannot encode
-            must = "each part between dots must have 1 to 63 characters"
-            raise InputError(f"{job.coordinator} has an invalid host name: {must}.") from error
-        time.sleep(_RETRY)
-
-
 def _enter(job: Job, channel: str, start: float, seconds: float, lines: socket.socket | None = None) -> socket.socket:
     """Connect to process 0 for a `channel`, and prove that this process belongs to the job.
 
@@ -234,7 +201,7 @@ def _enter(job: Job, channel: str, start: float, seconds: float, lines: socket.s
     poll = select.poll()
     while True:
         problem = ""
-        for address in _resolve(job, job.host, start, seconds):
+        for address in resolve(job.host, job.coordinator, start, seconds):
             try:
                 with contextlib.ExitStack() as stack:
                     connection = stack.enter_context(socket.create_connection((address, job.port), timeout=5))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import xxhash
 
 Digests = dict[str, dict[str, str]]  # name of an array → slice → digest
+new_digest = xxhash.xxh3_128  # of data that comes in pieces
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -2,7 +2,7 @@
 
     server:  zaya_jax NONCE
     client:  {"process": 1, "nonce": NONCE, ...} PROOF
-    server:  welcome PROOF
+    server:  admitted PROOF
 
 Each proof covers the nonce of the other side, so recorded lines are worthless. Strangers learn nothing else, and what
 they send costs only their own connections.
@@ -22,7 +22,7 @@ from zaya_jax.run.job_secret import is_proof, prove
 from zaya_jax.run.peer import Peer
 
 _HELLO = "zaya_jax "  # starts the server's first line
-_ADMITTED = "welcome "  # starts its answer to a proof
+_ADMITTED = "admitted "  # starts its answer to a proof
 _REJECTED = "rejected"  # its answer to a wrong proof
 _MOST_STRANGERS = 64  # connections at a time
 _LONGEST = 2**14  # bytes of a line of the server

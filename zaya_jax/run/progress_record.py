@@ -119,6 +119,12 @@ class ProgressRecord:
         self._longest[left] = max(stay, self._longest[left])
         self._write()
 
+    def restart(self) -> None:
+        """Count the time from now on: until now this process has waited for its place in a job."""
+        self._seconds, self._longest = [0.0] * len(Phase), [0.0] * len(Phase)
+        self._since = time.monotonic()
+        self._write()
+
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """Be in `phase` during the block, then in the phase before it."""
