@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.aegis.aegis_helpers import LIGHT, Supervised, check_events, left_running
+from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, check_events, left_running
 from tests.job.processes_helpers import free_port
 from tests.train_helpers import ROOT
 from zaya_jax.aegis.__main__ import main
@@ -23,21 +23,26 @@ from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
 from zaya_jax.aegis.member import Member, Place
+from zaya_jax.aegis.supervision_report import describe_nodes
 from zaya_jax.run.job_secret import VARIABLE
 
 
 class Nodes:
     """The supervisors of a job; each has the number of its node."""
 
-    def __init__(self, folder: Path, needed: int, spares: int, steps: int) -> None:
+    def __init__(
+        self, folder: Path, needed: int, spares: int, steps: int, *faults: str, policy: dict | None = None
+    ) -> None:
         self.folder, self.run_dir, self.port = folder, folder / "run", free_port()
         self._job = [*map(str, ("--nodes", needed, "--coordinator", f"127.0.0.1:{self.port}"))]
-        self._command = [sys.executable, str(LIGHT), str(folder), str(steps)]
+        self._command = [sys.executable, str(LIGHT), str(folder), str(steps), *faults]
+        self._policy = policy
         self.nodes = [self.start(index, spares) for index in range(needed + spares)]
 
     def start(self, index: int, spares: int) -> Supervised:
         flags = [*self._job, "--spares", str(spares), "--node", str(index)]
-        return Supervised(self.folder, self._command, flags=flags, environment={"JAX_PLATFORMS": "cpu"})
+        environment = {"JAX_PLATFORMS": "cpu", "TOGETHER": "1"}
+        return Supervised(self.folder, self._command, 1, self._policy, environment, flags)
 
     def until(self, is_so: Callable[[], object], seconds: float = 60) -> float:
         deadline = time.monotonic() + seconds
@@ -76,8 +81,8 @@ class Nodes:
 def start(tmp_path) -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
 
-    def make(needed: int, spares: int, steps: int) -> Nodes:
-        made.append(Nodes(tmp_path, needed, spares, steps))
+    def make(needed: int, spares: int, steps: int, *faults: str, **options: dict) -> Nodes:
+        made.append(Nodes(tmp_path, needed, spares, steps, *faults, **options))
         return made[-1]
 
     yield make
@@ -157,6 +162,26 @@ def check_the_log(run_dir: Path) -> None:
     listed = subprocess.run([sys.executable, "-m", "zaya_jax.aegis", "events", str(run_dir), "--json"], cwd=ROOT,
                             check=True, capture_output=True).stdout  # fmt: skip
     assert json.loads(listed) == events
+
+
+def test_a_hang_names_its_node_and_keeps_the_stacks_of_all_and_a_spare_replaces_a_repeated_suspect(start):
+    """The others wait for process 1, and are over their time, too."""
+    nodes = start(3, 1, 80, "wait@20:1", "SIGSTOP@50:1", policy={"timeouts": QUICK})
+    assert [node.wait(60) for node in nodes.nodes] == [0, 75, 0, 0]
+    host = os.uname().nodename
+    hangs = [event for event in nodes.events if event["code"] == "hang"]
+    assert [event["rank"] for event in hangs] == [1, 1]
+    assert f"more than its timeout of 2 s. The cause seems to be process 1 on {host}-1." in hangs[0]["text"]
+    assert f"process 1 (stopped by a signal) on {host}-1." in hangs[1]["text"]
+    assert all(2.0 < event["seconds"]["detect"] < 4.0 for event in hangs)
+    assert [fault["fault"] for fault in describe_nodes(nodes.run_dir)[f"{host}-1"]["faults"]] == ["hang", "hang"]
+    for index in range(3):
+        stacks = next((nodes.run_dir / "aegis").glob(f"*-{index}/evidence/attempt-1/process-0.stderr")).read_text()
+        assert ("in happen" if index == 1 else "in wait_for_others") in stacks
+    assert f"{host}-1 was replaced: it seemed to cause 2 hangs." in nodes.nodes[1].said
+    assert [event["text"].split(", ")[1] for event in nodes.events if event["code"] == "job-attempt"] == [
+        f"1: {host}-1", f"1: {host}-1", f"1: {host}-3"]  # fmt: skip
+    check_events(nodes.events)
 
 
 def test_all_stop_within_10_s_and_ask_for_other_nodes_if_the_leaders_node_is_lost(start, tmp_path):
