@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.aegis.cluster_helpers import Cluster, Node, can_make_networks, make_nodes
+from tests.aegis.storage_log import StorageLog
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.fencing import read_token
 
@@ -190,4 +191,37 @@ def test_no_node_is_lost_by_mistake_beside_busy_processes(tmp_path, expected):
             stack.callback(lambda busy=busy: (busy.kill(), busy.wait()))
         assert cluster.wait(cluster.nodes) == [0] * 4
         assert len(ranks(cluster)) == 1
+        assert cluster.results() == expected
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_the_leaders_node_is_cut_off_and_the_job_resumes_elsewhere_while_it_lives(tmp_path, expected, is_frozen):
+    """The scheduler starts the job on the other nodes. The old side writes nothing more, and ends with 96."""
+    with trained(tmp_path) as cluster:
+        old, others = cluster.nodes[0], cluster.nodes[1:]
+        trainer, leader = find(old, "zaya_jax.main"), find(old, "zaya_jax.aegis.leader")
+        supervisors = [trainer.ppid(), leader.pid] if is_frozen else []
+        for pid in supervisors:
+            os.kill(pid, signal.SIGSTOP)
+        old.cut(others, sends=False, receives=False)
+        began = time.time()
+        assert cluster.wait(others) == [75] * 3
+        assert time.time() - began < ALL_STOP
+        assert trainer.is_running() == is_frozen
+        before = read_token(cluster.run_dir / CHECKPOINTS)
+        for node in others:
+            cluster.start(node, others)
+        while read_token(cluster.run_dir / CHECKPOINTS).number == before.number:
+            time.sleep(0.05)
+        with StorageLog([cluster.run_dir, cluster.run_dir / CHECKPOINTS]) as log:
+            if is_frozen:
+                while trainer.status() != psutil.STATUS_ZOMBIE:
+                    assert time.time() < began + 60
+                    time.sleep(0.1)
+                for pid in supervisors:
+                    os.kill(pid, signal.SIGCONT)
+            assert cluster.wait([old]) == [96]
+            assert cluster.wait(others) == [0] * 3
+            assert log.writes
+            assert trainer.pid not in {write.pid for write in log.writes}
         assert cluster.results() == expected

@@ -1,13 +1,16 @@
 """Supervisors of several nodes on this machine, with a light trainer: spares, the leader's process, and strangers."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +27,7 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
 from zaya_jax.aegis.member import Member, Place
 from zaya_jax.aegis.supervision_report import describe_nodes
-from zaya_jax.run.job_secret import VARIABLE
+from zaya_jax.run.job_secret import VARIABLE, prove
 
 
 class Nodes:
@@ -90,18 +93,40 @@ def start(tmp_path) -> Iterator[Callable[..., Nodes]]:
         nodes.close()
 
 
-GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b'{"index": 1} 00\n']
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b'{"index": 1} 00\n', b"9" * 2**17]
 
 
 @contextlib.contextmanager
-def annoyed(port: int) -> Iterator[None]:
-    """Strangers of the leader: garbage, a line without end, and hundreds of connections that say nothing."""
-    with contextlib.ExitStack() as stack:
-        for number in range(300):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            with contextlib.suppress(OSError):  # dropped already
-                connection.sendall(b"".join(GARBAGE[number : number + 1]))
+def annoyed(port: int, secret: str) -> Iterator[None]:
+    """Strangers of the leader: garbage, endless lines, a true hello said again, and 200 that say a byte at a time."""
+    body = json.dumps({"index": 1, "nonce": secrets.token_hex(16)})
+    recorded = f"{body} {prove(secret, 'enter', secrets.token_hex(16), body)}\n".encode()  # to another challenge
+    said, ended = [*GARBAGE, recorded], threading.Event()
+
+    def annoy() -> None:
+        held = list[socket.socket]()
+        for number in itertools.count():
+            with contextlib.suppress(OSError):  # no longer there, or dropped
+                held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+                held[-1].sendall(said[number % 20] if number % 20 < len(said) else b"{")
+            for connection in held[-200:]:
+                with contextlib.suppress(OSError):
+                    connection.send(b"{")
+            if ended.wait(0.02):
+                break
+            for connection in held[:-200]:
+                connection.close()
+                held.remove(connection)
+        for connection in held:
+            connection.close()
+
+    thread = threading.Thread(target=annoy)
+    thread.start()
+    try:
         yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_a_spare_replaces_a_lost_node_and_strangers_and_a_lost_leader_disturb_nothing(start, tmp_path):
@@ -109,7 +134,8 @@ def test_a_spare_replaces_a_lost_node_and_strangers_and_a_lost_leader_disturb_no
     foreign = nodes.start(3, 5)
     nodes.until(lambda: nodes.step(0) and nodes.step(1))
     leader = nodes.leader()
-    with annoyed(nodes.port + 1):
+    (secret,) = nodes.run_dir.glob("job_secret*")
+    with annoyed(nodes.port + 1, secret.read_text().strip()):
         check_the_faults(nodes, leader, foreign)
     check_the_log(nodes.run_dir)
     assert not left_running(tmp_path)
@@ -117,7 +143,9 @@ def test_a_spare_replaces_a_lost_node_and_strangers_and_a_lost_leader_disturb_no
 
 
 def check_the_faults(nodes: Nodes, leader: psutil.Process, foreign: Supervised) -> None:
+    time.sleep(2)  # under fire
     assert leader.memory_info().rss < 100e6
+    assert leader.num_fds() < 64 + 40
     trainers = nodes.trainers()
     leader.kill()
     nodes.until(lambda: nodes.count("node-joined") >= 6)  # all are back at another leader
@@ -130,6 +158,7 @@ def check_the_faults(nodes: Nodes, leader: psutil.Process, foreign: Supervised) 
     assert foreign.wait(30) == 78
     assert "spares=5 instead of 1" in nodes.nodes[0].said
     assert (nodes.step(0), nodes.step(1)) == (400, 400)
+    assert json.loads((nodes.run_dir / "aegis" / "state.json").read_text())["strangers"] > 20
 
 
 def check_the_log(run_dir: Path) -> None:

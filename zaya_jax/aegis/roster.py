@@ -189,6 +189,11 @@ class Roster:
             self._stop(text, cause=event, is_lost=True)
         self.decide(now)
 
+    def end_superseded(self) -> None:
+        """End the job, since another one has resumed its run."""
+        if not self.has_ended:
+            self._end(SupervisorExit.SUPERSEDED, "Another job has resumed this run, and goes on with it.")
+
     def decide(self, now: float) -> None:
         """Start an attempt, or end the job, if it is time."""
         if self.has_ended:
