@@ -202,6 +202,15 @@ def test_a_hang_names_the_process_behind_all_others_and_its_node():
     assert job.events[stop["cause"] - 1][1] == "hang"
 
 
+def test_a_node_whose_script_goes_on_after_training_hides_no_hang_of_another():
+    job = started()
+    for index, samples in enumerate(([], [], [sample(0, 9), sample(1, 8)])):
+        job.say(index, State.RUNNING, samples=samples)
+    job.now += 1.0
+    job.roster.decide(job.now)
+    assert job.roster.order.suspects == [5]
+
+
 def test_no_process_hangs_as_long_as_one_that_others_wait_for_makes_progress():
     job = started()
     for index in range(3):

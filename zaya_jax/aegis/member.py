@@ -113,7 +113,7 @@ class Member:
         if "text" in changes:
             changes["text"] = printable(changes["text"], 500)
         with self._lock:
-            unsaid = {"text": "", "event": None, "samples": ()}
+            unsaid = {"text": "", "event": None, "samples": None}
             self._report = dataclasses.replace(self._report, **(unsaid | changes), state=state)
             self._send_report()
 

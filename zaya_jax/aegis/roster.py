@@ -49,13 +49,14 @@ class Report:
     text: str = ""  # why the attempt failed, or the supervisor ends
     code: int = 0  # exit code with which it ends
     event: int | None = None  # the event of the failure in the node's own log
-    samples: Sequence[Sample] = ()  # of its processes; none before the first has started
+    samples: Sequence[Sample] | None = None  # of its processes that keep a progress record; None before they run
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Self:
         """Make a report from JSON; `TypeError`, `ValueError` or `KeyError` if it is of another version."""
-        samples = [sample._replace(phase=Phase(sample.phase)) for sample in map(Sample._make, message["samples"])]
-        return cls(**{**message, "state": State(message["state"]), "samples": samples})
+        samples = [Sample._make(row)._replace(phase=Phase(row[2])) for row in message["samples"] or ()]
+        known = {"samples": samples if message["samples"] is not None else None}
+        return cls(**{**message, "state": State(message["state"]), **known})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,13 +239,13 @@ class Roster:
 
     def _check_progress(self) -> None:
         """Stop the attempt if its processes hang, by the samples of all nodes."""
-        running = [report for report in self.members.values() if report.state is State.RUNNING and report.samples]
-        running = [report for report in running if report.attempt == self.order.attempt]
+        running = [report for report in self.members.values() if report.state is State.RUNNING]
+        running = [each for each in running if each.attempt == self.order.attempt and each.samples is not None]
         if len(running) + len(self._finished) < self._nodes:
             return
         samples, owners = list[Sample](), dict[int, Report]()
         for report in running:
-            for sample in report.samples:
+            for sample in report.samples or ():
                 number = (report.rank or 0) * report.job["processes"] + sample.process
                 samples.append(sample._replace(process=number))
                 owners[number] = report
