@@ -181,9 +181,9 @@ def test_after_any_faults_the_results_are_those_of_the_undisturbed_run_and_nothi
 def test_slow_and_lossy_links_raise_no_alarm(tmp_path):
     """200 ms in each direction, and 1 % of the frames lost: training is slow, and nothing else happens."""
     with job(tmp_path, 100_000) as cluster:
+        cluster.wait_for_step(1)
         wires = cluster.nodes[0].wires
         wires.delay, wires.loss = 0.2, 0.01
-        cluster.wait_for_step(1, 300)
         first, deadline = cluster.step, time.monotonic() + CLEAN
         while time.monotonic() < deadline:
             assert [node.process.poll() for node in cluster.nodes if node.process] == [None] * 4

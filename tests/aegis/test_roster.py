@@ -279,6 +279,14 @@ def test_the_loss_of_the_leaders_node_ends_the_job():
     assert job.roster.order.code == SupervisorExit.RETRY_ELSEWHERE
 
 
+def test_a_job_whose_run_another_one_has_resumed_ends_once_and_is_not_requeued():
+    job = started()
+    for _ in range(2):
+        job.roster.end_superseded()
+    assert job.roster.order_for(1).code == SupervisorExit.SUPERSEDED
+    assert [code for _, code, _ in job.events].count("job-end") == 1
+
+
 def test_strangers_duplicates_and_latecomers_are_rejected_by_name():
     job = started()
     other = Report(1, "intruder", "another", job.job)
