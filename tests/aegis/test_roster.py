@@ -241,6 +241,17 @@ def test_a_spare_replaces_the_node_that_seems_to_cause_two_hangs(spares, suspect
     assert job.roster.order.code == SupervisorExit.DONE
 
 
+def test_at_the_end_a_replaced_node_learns_how_the_job_ended():
+    job = started()
+    for _ in range(2):
+        job.hang(1)
+        for index in [*job.roster.members] * 3:
+            job.obey(index)
+    job.settle()
+    again = Report(1, "node-1", "i1", job.job)
+    assert job.roster.admit(again, job.job, 0.0).code == SupervisorExit.DONE
+
+
 def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
     job = started(2, 0)
     job.roster.lose(1, "it is silent", job.now)

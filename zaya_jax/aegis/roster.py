@@ -117,8 +117,10 @@ class Roster:
         other = self.members.get(report.index)
         pairs = [(key, report.job.get(key), value) for key, value in job.items()]
         differing = [f"{key}={its!r} instead of {value!r}" for key, its, value in pairs if its != value]
+        if self.has_ended:
+            return self.order
         instance, order = self._replaced.get(report.index, ("", self.order))
-        if self.has_ended or report.instance == instance:
+        if report.instance == instance:
             return order
         if differing:
             why = f"it was started with {', '.join(differing)}. Start all supervisors of a job alike."
