@@ -194,32 +194,23 @@ def test_no_node_is_lost_by_mistake_beside_busy_processes(tmp_path, expected):
         assert cluster.results() == expected
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_the_leaders_node_is_cut_off_and_the_job_resumes_elsewhere_while_it_lives(tmp_path, expected, is_frozen):
+def test_the_leaders_node_is_cut_off_and_the_job_resumes_elsewhere_while_it_lives(tmp_path, expected):
     """The scheduler starts the job on the other nodes. The old side writes nothing more, and ends with 96."""
     with trained(tmp_path) as cluster:
         old, others = cluster.nodes[0], cluster.nodes[1:]
-        trainer, leader = find(old, "zaya_jax.main"), find(old, "zaya_jax.aegis.leader")
-        supervisors = [trainer.ppid(), leader.pid] if is_frozen else []
-        for pid in supervisors:
-            os.kill(pid, signal.SIGSTOP)
+        trainer = find(old, "zaya_jax.main")
         old.cut(others, sends=False, receives=False)
         began = time.time()
         assert cluster.wait(others) == [75] * 3
         assert time.time() - began < ALL_STOP
-        assert trainer.is_running() == is_frozen
+        assert not trainer.is_running()
         before = read_token(cluster.run_dir / CHECKPOINTS)
+        assert before is not None
         for node in others:
             cluster.start(node, others)
-        while read_token(cluster.run_dir / CHECKPOINTS).number == before.number:
+        while (token := read_token(cluster.run_dir / CHECKPOINTS)) is None or token.number == before.number:
             time.sleep(0.05)
         with StorageLog([cluster.run_dir, cluster.run_dir / CHECKPOINTS]) as log:
-            if is_frozen:
-                while trainer.status() != psutil.STATUS_ZOMBIE:
-                    assert time.time() < began + 60
-                    time.sleep(0.1)
-                for pid in supervisors:
-                    os.kill(pid, signal.SIGCONT)
             assert cluster.wait([old]) == [96]
             assert cluster.wait(others) == [0] * 3
             assert log.writes
