@@ -17,6 +17,7 @@ BENCHMARKS = {
     "prefill": "attention of a prompt, against grouped-query and full attention",
     "data": "packing against Grain, data preparation against datasets",
     "checkpoint": "saving and restoring, against Orbax and gather-and-pickle",
+    "ettr": "simulated: the part of time that a job of many nodes trains, with and without spares",
     "startup": "start of training by part, with empty caches and again",
     "kernels": "each Pallas kernel, against XLA, PyTorch and the device's peak",
     "gpu_report": "what training on this machine's GPUs computes, how fast, and whether it can be trusted",

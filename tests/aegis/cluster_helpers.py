@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.aegis.wires import Wires, ip
 from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT, write_run
 from zaya_jax.aegis.events import EVENTS, read_events
@@ -22,8 +23,7 @@ from zaya_jax.run.manifest import read_manifest
 
 PORT = 8476
 NETWORK = "10.77.31"
-OWN = f"z{os.getpid()}"  # starts the names of this process' namespaces and links
-NOWHERE = "02:00:00:00:00:99"  # a hardware address that nobody has
+OWN = f"z{os.getpid()}"  # starts the names of this process' namespaces
 POLICY = {"timeouts": {"data": 120.0, "dispatch": 120.0, "device_wait": 120.0, "floor": 120.0},
           "restart": {"per_hour": 1000, "delays": [0.0], "same_failure": 1000, "no_progress": 1000},
           "settle_seconds": 1.0}  # fmt: skip
@@ -34,10 +34,6 @@ done
 shift; hostname "$0" && exec "$@\""""
 
 
-def ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
-
-
 def can_make_networks() -> bool:
     return os.geteuid() == 0 and subprocess.run(["unshare", "--net", "true"], check=False).returncode == 0
 
@@ -45,16 +41,12 @@ def can_make_networks() -> bool:
 class Node:
     """A network namespace, and the supervisor that runs in it."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, wires: Wires) -> None:
         self.index, self.name, self.address = index, f"{OWN}n{index}", f"{NETWORK}.{index + 1}"
-        self.link = f"{OWN}v{index}"
+        self.wires = wires
         self.process: subprocess.Popen[bytes] | None = None
         ip("netns", "add", self.name)
-        ip("link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self.name)
-        ip("link", "set", self.link, "master", f"{OWN}b", "up")
-        ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            ip("-n", self.name, "link", "set", device, "up")
+        wires.plug(self.name, f"{self.address}/24")
 
     @property
     def pids(self) -> list[int]:
@@ -67,22 +59,13 @@ class Node:
                 os.kill(pid, number)
 
     def cut(self, others: Sequence["Node"], *, sends: bool, receives: bool) -> None:
-        """Drop what the node sends, receives, or both: it is sent to a hardware address that nobody has."""
-        for other in others:
-            for near, far, is_cut in ((self, other, not sends), (other, self, not receives)):
-                if is_cut:
-                    ip("-n", near.name, "neigh", "replace", far.address, "lladdr", NOWHERE, "dev", "eth0")
-
-    def mend(self, others: Sequence["Node"]) -> None:
-        for other in others:
-            for near, far in ((self, other), (other, self)):
-                ip("-n", near.name, "neigh", "flush", "to", far.address, "dev", "eth0")
+        """Drop what the node sends, receives, or both."""
+        self.wires.cut([self.index], [other.index for other in others], sends=sends, receives=receives)
 
     def close(self) -> None:
         self.send(signal.SIGKILL)
         if self.process is not None:
             self.process.wait()
-        ip("link", "del", self.link)
         ip("netns", "del", self.name)
 
 
@@ -95,21 +78,23 @@ class Cluster:
         (folder / "policy.yaml").write_text(json.dumps(POLICY), encoding="utf-8")
         self.run_dir = folder / "run"
         self.trainer = [
-            sys.executable, "-m", "zaya_jax.main", "--config", str(write_run(folder)), "checkpoint.every=10",
+            "-m", "zaya_jax.main", "--config", str(write_run(folder)), "checkpoint.every=10",
             *overrides, f"run_dir={self.run_dir}", f"checkpoint.local_dir={folder}/local", "--peer-timeout", "60",
         ]  # fmt: skip
         self.own_cache = False  # whether each node keeps compiled programs for itself
         self.flags: list[str] = []  # of all supervisors
         self.environment: dict[str, str] = {}
 
-    def start(self, node: Node) -> None:
-        spares = len(self.nodes) - self.needed
+    def start(self, node: Node, job: Sequence[Node] = ()) -> None:
+        """Start the supervisor of a node of the `job`; that of all nodes by default."""
+        job = job or self.nodes
+        number, spares = str(job.index(node)), str(len(job) - self.needed)
         command = [
             "ip", "netns", "exec", node.name, "unshare", "--uts", "sh", "-c", OWN_DISK, f"zaya{node.index}",
             str(self.folder),
             sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"),
-            "--nodes", str(self.needed), "--spares", str(spares), "--node", str(node.index),
-            "--coordinator", f"{self.nodes[0].address}:{PORT}", *self.flags, "--", *self.trainer,
+            "--run-dir", str(self.run_dir), "--nodes", str(self.needed), "--spares", spares, "--node", number,
+            "--coordinator", f"{job[0].address}:{PORT}", *self.flags, "--", sys.executable, *self.trainer,
         ]  # fmt: skip
         environment = {**os.environ, "XLA_FLAGS": CHEAP, "JAX_PLATFORMS": "cpu", **self.environment}
         if self.own_cache:
@@ -166,21 +151,20 @@ class Cluster:
 
 @contextlib.contextmanager
 def make_nodes(count: int) -> Iterator[list[Node]]:
-    """Namespaces that reach each other over a bridge; they, and all that runs in them, are gone at the end."""
+    """Namespaces with wires between them; they, and all that runs in them, are gone at the end."""
     nodes: list[Node] = []
     hosts = "".join(f"{NETWORK}.{index + 1} zaya{index}\n" for index in range(count))
     folders = [Path(f"/etc/netns/{OWN}n{index}") for index in range(count)]
-    ip("link", "add", f"{OWN}b", "type", "bridge")
+    wires = Wires()
     try:
-        ip("link", "set", f"{OWN}b", "up")
         for index, folder in enumerate(folders):  # which `ip netns exec` shows as /etc
             folder.mkdir(parents=True)
             (folder / "hosts").write_text("127.0.0.1 localhost\n" + hosts, encoding="utf-8")
-            nodes.append(Node(index))
+            nodes.append(Node(index, wires))
         yield nodes
     finally:
         for node in nodes:
             node.close()
+        wires.close()
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-        ip("link", "del", f"{OWN}b")

@@ -2,7 +2,8 @@
 
     light_trainer.py FOLDER STEPS [FAULT@STEP …] [--coordinator … --processes N --process I]
 
-Each fault happens once, or in every attempt if it ends in `!`. It imports neither jax nor numpy, so a test can start it
+Each fault happens once, or in every attempt if it ends in `!`. With TOGETHER in the environment, no process is a step
+ahead of the others. It imports neither jax nor numpy, so a test can start it
 many times.
 """
 
@@ -93,6 +94,14 @@ def happen(name):
         time.sleep(60)  # until it arrives
 
 
+def wait_for_others():
+    (folder / f"at-{process}").write_text(str(step))
+    for other in range(int(sys.argv[sys.argv.index("--processes") + 1])):
+        at = folder / f"at-{other}"
+        while not stop and (not at.exists() or int(at.read_text() or 0) < step):  # empty while it is written
+            time.sleep(0.005)
+
+
 record.enter(Phase.RESTORE)
 saved = folder / f"checkpoint-{process}"
 step = int(saved.read_text()) if saved.exists() else 0
@@ -112,6 +121,8 @@ while step < steps:
     time.sleep(delays["own"])
     record.enter(Phase.DEVICE_WAIT)
     time.sleep(0.01 + delays["waiting"])
+    if "TOGETHER" in os.environ:
+        wait_for_others()
     step += 1
     record.complete_step(step, losses[-1] if losses else 1.0 / step, 1.0)
     record.enter(Phase.SAVE)

@@ -23,11 +23,14 @@ from tests.aegis.metrics_helpers import (
     write_node,
     write_rows,
 )
+from tests.browser_helpers import Page
 from zaya_jax.aegis.__main__ import main
-from zaya_jax.aegis.exporter import FAMILIES, RunReader, read_last_row
+from zaya_jax.aegis.exporter import FAMILIES, RunReader
 from zaya_jax.aegis.failure import FaultClass
 from zaya_jax.aegis.goodput import BUCKETS
+from zaya_jax.aegis.live_page import render_live
 from zaya_jax.errors import ExitCode
+from zaya_jax.run.metrics import read_last_row
 
 
 @contextlib.contextmanager
@@ -71,6 +74,8 @@ def test_a_scrape_says_what_the_run_does(tmp_path):
             ("zaya_router_entropy_min",): 0.7, ("zaya_expert_load_max",): 2.5, ("zaya_balancing_bias_range",): 0.25,
             ("zaya_step_seconds",): 0.5, ("zaya_data_wait_seconds",): 0.1, ("zaya_tokens_per_second",): 180,
             ("zaya_flops_per_second",): 1e12, ("zaya_mfu",): 0.25, ("zaya_checkpoint_step",): 20,
+            ("zaya_job_nodes", ("state", "rank")): 1, ("zaya_job_nodes", ("state", "spare")): 1,
+            ("zaya_job_nodes", ("state", "lost")): 1,
             ("zaya_up", node): 1, ("zaya_up", other): 0, ("zaya_attempt", node): 2,
             ("zaya_supervisor_exit_code", other): 93,
             ("zaya_process_step", node, ("process", "1")): 20,
@@ -113,6 +118,35 @@ def test_a_page_whose_name_leads_to_the_exporter_reads_nothing(serving, host):
         serving(Host=host)
     assert b"zaya_" not in refused.value.read()
     refused.value.close()
+
+
+def test_the_page_shows_the_job_its_processes_and_faults_and_loads_nothing(serving, tmp_path):
+    url = f"http://127.0.0.1:{serving.address[1]}/"
+    with urllib.request.urlopen(url, timeout=60) as response:
+        assert (response.headers["Refresh"], response.headers["Content-Type"]) == ("2", "text/html; charset=utf-8")
+        page = Page(text := response.read().decode())
+    assert page.headings == ["Last step", "Processes", "Faults", "Newest events"]
+    rows = page.rows
+    assert ["20", "3.00", "0.500", "0.500", "180"] in rows
+    assert [NODE, "1", "device_wait", "20", "3.00", "0"] in rows
+    assert [NODE, "gpu", "gpu-lost", "0", "7", "–", "–"] in [row[1:8] for row in rows]
+    assert "spare    node-2: ready" in text
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
+    with pytest.raises(urllib.error.HTTPError, match="421"):
+        urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}), timeout=60)
+
+
+def test_the_page_shows_what_it_can_read_of_a_damaged_or_hostile_run(tmp_path):
+    empty = render_live(tmp_path)
+    assert empty.count("could not be read") == 2  # rows and events
+    run_dir = make_run(tmp_path / "<b>run</b>")
+    write_node(run_dir, "node-9<script>", why="<img src=x>")
+    (run_dir / "metrics.jsonl").write_bytes(b"\xff" * 100)
+    (run_dir / "aegis" / "state.json").write_text('{"nodes": 3}')
+    page = Page(text := render_live(run_dir))
+    assert "node-9&lt;script&gt;" in text
+    assert not {"script", "b", "img"} & {tag for tag, _ in page.tags}
+    assert "Processes" in page.headings
 
 
 def test_slow_connections_keep_nobody_out(serving):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.aegis.failure import FaultClass, Observation, RankEnd, Severity, find_failure
-from zaya_jax.aegis.hang import HangWatch, find_suspects
+from zaya_jax.aegis.hang import WAITING, HangWatch, Sample, find_hang, find_suspects
 from zaya_jax.aegis.policy import TimeoutPolicy
 from zaya_jax.aegis.timeouts import Timeouts
 from zaya_jax.errors import Reason, printable
@@ -96,6 +96,10 @@ def progress(writes, phase=Phase.DEVICE_WAIT):
     return Progress(writes, 1, phase, 7, 0, NAN, NAN, (), (), None)
 
 
+def sample(process, writes=9, phase=Phase.DEVICE_WAIT, silence=0.0, limit=10.0, *, is_stopped=False):
+    return Sample(process, writes, phase, 7, silence, silence, limit, is_stopped)
+
+
 @pytest.mark.parametrize(
     ("ranks", "stopped", "suspects"),
     [
@@ -109,8 +113,26 @@ def progress(writes, phase=Phase.DEVICE_WAIT):
     ],
 )
 def test_the_process_that_hangs_is_told_from_those_that_wait(ranks, stopped, suspects):
-    records = {index: None if writes is None else progress(writes) for index, writes in enumerate(ranks)}
-    assert find_suspects(records, stopped) == suspects
+    samples = [sample(index, -1 if writes is None else writes, is_stopped=index in stopped)
+               for index, writes in enumerate(ranks)]  # fmt: skip
+    assert [each.process for each in find_suspects(samples)] == suspects
+
+
+@given(st.data())
+def test_whatever_others_do_the_process_that_they_wait_for_is_blamed_once_it_is_over_its_own_time(data):
+    """It computes; the others have passed it, some longer ago than others, and are over their own times."""
+    behind, count = data.draw(st.integers(0, 7)), data.draw(st.integers(2, 8))
+    silence, limit = data.draw(st.floats(11, 100)), data.draw(st.floats(0.1, 200))
+    phase = data.draw(st.sampled_from([Phase.START, Phase.OPEN, Phase.COMPILE, Phase.DATA, Phase.SAVE]))
+    others = st.builds(sample, st.just(0), st.integers(6, 9), st.sampled_from(WAITING), st.floats(11, 200))
+    samples = [sample(behind % count, 5, phase, silence, limit) if process == behind % count
+               else data.draw(others)._replace(process=process) for process in range(count)]  # fmt: skip
+    found = find_hang(samples)
+    if silence <= limit:
+        assert found is None
+    else:
+        assert (found.suspects, found.rank, found.step) == ([behind % count], behind % count, 7)
+        assert f"The cause seems to be process {behind % count}." in found.words
 
 
 def test_a_process_that_others_have_passed_hangs_by_the_timeout_of_its_own_phase(tmp_path):
@@ -120,7 +142,7 @@ def test_a_process_that_others_have_passed_hangs_by_the_timeout_of_its_own_phase
     watch = HangWatch(Timeouts(TimeoutPolicy(device_wait=0.1), tmp_path, ""), expects_records=True)
     found, start = None, time.monotonic()
     while found is None and time.monotonic() < start + 30:
-        found = watch.look(ranks)
+        found = find_hang(watch.look(ranks))
         time.sleep(0.01)
     assert (found.rank, found.phase, found.timeout) == (1, Phase.DEVICE_WAIT, 0.1)
 
@@ -128,10 +150,10 @@ def test_a_process_that_others_have_passed_hangs_by_the_timeout_of_its_own_phase
 def test_processes_that_stall_alike_are_not_told_apart_by_when_they_were_seen(tmp_path):
     ranks = [SimpleNamespace(index=index, progress=progress(9, Phase.DATA)) for index in range(3)]
     watch = HangWatch(Timeouts(TimeoutPolicy(data=0.1), tmp_path, ""), expects_records=True)
-    found, start = watch.look(ranks[:1]), time.monotonic()
+    found, start = find_hang(watch.look(ranks[:1])), time.monotonic()
     while found is None and time.monotonic() < start + 30:
         time.sleep(0.03)
-        found = watch.look(ranks)
+        found = find_hang(watch.look(ranks))
     assert found.rank is None
     assert found.words.endswith("The cause seems to be all processes alike.")
 

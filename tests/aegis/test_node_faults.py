@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.aegis.cluster_helpers import Cluster, Node, can_make_networks, make_nodes
+from tests.aegis.storage_log import StorageLog
 from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT
 from zaya_jax.aegis.state import STATE, read_fields
@@ -268,4 +269,28 @@ def test_no_node_is_lost_by_mistake_beside_busy_processes(tmp_path, expected):
             stack.callback(lambda busy=busy: (busy.kill(), busy.wait()))
         assert cluster.wait(cluster.nodes) == [0] * 4
         assert len(ranks(cluster)) == 1
+        assert cluster.results() == expected
+
+
+def test_the_leaders_node_is_cut_off_and_the_job_resumes_elsewhere_while_it_lives(tmp_path, expected):
+    """The scheduler starts the job on the other nodes. The old side writes nothing more, and ends with 96."""
+    with trained(tmp_path) as cluster:
+        old, others = cluster.nodes[0], cluster.nodes[1:]
+        trainer = find(old, "zaya_jax.main")
+        old.cut(others, sends=False, receives=False)
+        began = time.time()
+        assert cluster.wait(others) == [75] * 3
+        assert time.time() - began < ALL_STOP
+        assert not trainer.is_running()
+        before = read_token(cluster.run_dir / CHECKPOINTS)
+        assert before is not None
+        for node in others:
+            cluster.start(node, others)
+        while (token := read_token(cluster.run_dir / CHECKPOINTS)) is None or token.number == before.number:
+            time.sleep(0.05)
+        with StorageLog([cluster.run_dir, cluster.run_dir / CHECKPOINTS]) as log:
+            assert cluster.wait([old]) == [96]
+            assert cluster.wait(others) == [0] * 3
+            assert log.writes
+            assert trainer.pid not in {write.pid for write in log.writes}
         assert cluster.results() == expected

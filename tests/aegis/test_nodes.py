@@ -1,9 +1,11 @@
 """Supervisors of several nodes on this machine, with a light trainer: spares, the leader's process, and strangers."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.aegis.aegis_helpers import LIGHT, Supervised, check_events, left_running
+from tests.aegis.aegis_helpers import LIGHT, QUICK, Supervised, check_events, left_running
 from tests.job.processes_helpers import free_port
 from tests.train_helpers import ROOT
 from zaya_jax.aegis import member
@@ -26,21 +28,26 @@ from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
 from zaya_jax.aegis.member import Member, Place
 from zaya_jax.aegis.state import write_state
-from zaya_jax.run.job_secret import VARIABLE
+from zaya_jax.aegis.supervision_report import describe_nodes
+from zaya_jax.run.job_secret import VARIABLE, prove
 
 
 class Nodes:
     """The supervisors of a job; each has the number of its node."""
 
-    def __init__(self, folder: Path, needed: int, spares: int, steps: int) -> None:
+    def __init__(
+        self, folder: Path, needed: int, spares: int, steps: int, *faults: str, policy: dict | None = None
+    ) -> None:
         self.folder, self.run_dir, self.port = folder, folder / "run", free_port()
         self._job = [*map(str, ("--nodes", needed, "--coordinator", f"127.0.0.1:{self.port}"))]
-        self._command = [sys.executable, str(LIGHT), str(folder), str(steps)]
+        self._command = [sys.executable, str(LIGHT), str(folder), str(steps), *faults]
+        self._policy = policy
         self.nodes = [self.start(index, spares) for index in range(needed + spares)]
 
     def start(self, index: int, spares: int) -> Supervised:
         flags = [*self._job, "--spares", str(spares), "--node", str(index)]
-        return Supervised(self.folder, self._command, flags=flags, environment={"JAX_PLATFORMS": "cpu"})
+        environment = {"JAX_PLATFORMS": "cpu", "TOGETHER": "1"}
+        return Supervised(self.folder, self._command, 1, self._policy, environment, flags)
 
     def until(self, is_so: Callable[[], object], seconds: float = 60) -> float:
         deadline = time.monotonic() + seconds
@@ -79,8 +86,8 @@ class Nodes:
 def start(tmp_path) -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
 
-    def make(needed: int, spares: int, steps: int) -> Nodes:
-        made.append(Nodes(tmp_path, needed, spares, steps))
+    def make(needed: int, spares: int, steps: int, *faults: str, **options: dict) -> Nodes:
+        made.append(Nodes(tmp_path, needed, spares, steps, *faults, **options))
         return made[-1]
 
     yield make
@@ -88,18 +95,40 @@ def start(tmp_path) -> Iterator[Callable[..., Nodes]]:
         nodes.close()
 
 
-GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b'{"index": 1} 00\n']
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b'{"index": 1} 00\n', b"9" * 2**17]
 
 
 @contextlib.contextmanager
-def annoyed(port: int) -> Iterator[None]:
-    """Strangers of the leader: garbage, a line without end, and hundreds of connections that say nothing."""
-    with contextlib.ExitStack() as stack:
-        for number in range(300):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            with contextlib.suppress(OSError):  # dropped already
-                connection.sendall(b"".join(GARBAGE[number : number + 1]))
+def annoyed(port: int, secret: str) -> Iterator[None]:
+    """Strangers of the leader: garbage, endless lines, a true hello said again, and 200 that say a byte at a time."""
+    body = json.dumps({"index": 1, "nonce": secrets.token_hex(16)})
+    recorded = f"{body} {prove(secret, 'enter', secrets.token_hex(16), body)}\n".encode()  # to another challenge
+    said, ended = [*GARBAGE, recorded], threading.Event()
+
+    def annoy() -> None:
+        held = list[socket.socket]()
+        for number in itertools.count():
+            with contextlib.suppress(OSError):  # no longer there, or dropped
+                held.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+                held[-1].sendall(said[number % 20] if number % 20 < len(said) else b"{")
+            for connection in held[-200:]:
+                with contextlib.suppress(OSError):
+                    connection.send(b"{")
+            if ended.wait(0.02):
+                break
+            for connection in held[:-200]:
+                connection.close()
+                held.remove(connection)
+        for connection in held:
+            connection.close()
+
+    thread = threading.Thread(target=annoy)
+    thread.start()
+    try:
         yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_a_spare_replaces_a_lost_node_and_strangers_and_a_lost_leader_disturb_nothing(start, tmp_path):
@@ -107,7 +136,8 @@ def test_a_spare_replaces_a_lost_node_and_strangers_and_a_lost_leader_disturb_no
     foreign = nodes.start(3, 5)
     nodes.until(lambda: nodes.step(0) and nodes.step(1))
     leader = nodes.leader()
-    with annoyed(nodes.port + 1):
+    (secret,) = nodes.run_dir.glob("job_secret*")
+    with annoyed(nodes.port + 1, secret.read_text().strip()):
         check_the_faults(nodes, leader, foreign)
     check_the_log(nodes.run_dir)
     assert not left_running(tmp_path)
@@ -115,7 +145,9 @@ def test_a_spare_replaces_a_lost_node_and_strangers_and_a_lost_leader_disturb_no
 
 
 def check_the_faults(nodes: Nodes, leader: psutil.Process, foreign: Supervised) -> None:
+    time.sleep(2)  # under fire
     assert leader.memory_info().rss < 100e6
+    assert leader.num_fds() < 64 + 40
     trainers = nodes.trainers()
     leader.kill()
     nodes.until(lambda: nodes.count("node-joined") >= 6)  # all are back at another leader
@@ -128,6 +160,7 @@ def check_the_faults(nodes: Nodes, leader: psutil.Process, foreign: Supervised) 
     assert foreign.wait(30) == 78
     assert "spares=5 instead of 1" in nodes.nodes[0].said
     assert (nodes.step(0), nodes.step(1)) == (400, 400)
+    assert json.loads((nodes.run_dir / "aegis" / "state.json").read_text())["strangers"] > 20
 
 
 def check_the_log(run_dir: Path) -> None:
@@ -160,6 +193,26 @@ def check_the_log(run_dir: Path) -> None:
     listed = subprocess.run([sys.executable, "-m", "zaya_jax.aegis", "events", str(run_dir), "--json"], cwd=ROOT,
                             check=True, capture_output=True).stdout  # fmt: skip
     assert json.loads(listed) == events
+
+
+def test_a_hang_names_its_node_and_keeps_the_stacks_of_all_and_a_spare_replaces_a_repeated_suspect(start):
+    """The others wait for process 1, and are over their time, too."""
+    nodes = start(3, 1, 80, "wait@20:1", "SIGSTOP@50:1", policy={"timeouts": QUICK})
+    assert [node.wait(60) for node in nodes.nodes] == [0, 75, 0, 0]
+    host = os.uname().nodename
+    hangs = [event for event in nodes.events if event["code"] == "hang"]
+    assert [event["rank"] for event in hangs] == [1, 1]
+    assert f"more than its timeout of 2 s. The cause seems to be process 1 on {host}-1." in hangs[0]["text"]
+    assert f"process 1 (stopped by a signal) on {host}-1." in hangs[1]["text"]
+    assert all(2.0 < event["seconds"]["detect"] < 4.0 for event in hangs)
+    assert [fault["fault"] for fault in describe_nodes(nodes.run_dir)[f"{host}-1"]["faults"]] == ["hang", "hang"]
+    for index in range(3):
+        stacks = next((nodes.run_dir / "aegis").glob(f"*-{index}/evidence/attempt-1/process-0.stderr")).read_text()
+        assert ("in happen" if index == 1 else "in wait_for_others") in stacks
+    assert f"{host}-1 was replaced: it seemed to cause 2 hangs." in nodes.nodes[1].said
+    assert [event["text"].split(", ")[1] for event in nodes.events if event["code"] == "job-attempt"] == [
+        f"1: {host}-1", f"1: {host}-1", f"1: {host}-3"]  # fmt: skip
+    check_events(nodes.events)
 
 
 def test_all_stop_within_10_s_and_ask_for_other_nodes_if_the_leaders_node_is_lost(start, tmp_path):

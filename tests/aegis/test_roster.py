@@ -8,14 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.hang import Sample
 from zaya_jax.aegis.roster import Order, Report, Roster, State
+from zaya_jax.run.progress_record import Phase
 
-JOB = {"nodes": 3, "spares": 1, "processes": 1, "command": "c"}
+JOB = {"nodes": 3, "spares": 1, "processes": 2, "command": "c"}
 PATIENCE, RETURN = 100.0, 60.0  # seconds
 
 
 def goes_to(order: Order, report: Report) -> bool:
     return order.runs and order.rank is not None and order.attempt > report.attempt
+
+
+def sample(process: int, writes: int, seconds: float = 9.0) -> Sample:
+    """A process that has waited for `seconds` of the 5 that it may."""
+    return Sample(process, writes, Phase.DEVICE_WAIT, 3, seconds, seconds, 5.0, is_stopped=False)
 
 
 class Job:
@@ -53,6 +60,9 @@ class Job:
     def obey(self, index: int) -> None:
         """Do what the newest order says, as `Member` and the supervisor do."""
         order, report = self.roster.order_for(index), self.reports[index]
+        if order.code is not None:  # another node does its work
+            del self.reports[index]
+            return
         goes_on = order.runs and (order.attempt, order.rank) == (report.attempt, report.rank)
         if report.state is State.RUNNING and not goes_on:
             self.say(index, State.ENDED)
@@ -60,6 +70,15 @@ class Job:
             self.say(index, State.READY)
         elif report.state is not State.RUNNING and goes_to(order, report):
             self.say(index, State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes)
+
+    def hang(self, index: int) -> None:
+        """All processes of the attempt wait for the second one of a node."""
+        for each in list(self.roster.members):
+            if self.reports[each].state is State.RUNNING:
+                samples = [sample(0, 9), sample(1, 8 if each == index else 9)]
+                self.say(each, State.RUNNING, samples=samples)
+        self.now += 1.0
+        self.roster.decide(self.now)
 
     def check(self) -> None:
         roster = self.roster
@@ -83,7 +102,9 @@ class Job:
             self.now += 1.0
             for index in list(self.reports):
                 if index not in self.roster.members and self.roster.order.code is None:
-                    self.come(index)
+                    if (rejection := self.come(index)) is not None:
+                        assert "it seemed to cause 2 hangs" in rejection.text
+                        del self.reports[index]
                 elif self.roster.order.code is None:
                     self.obey(index)
             if self.roster.order.runs and self.roster.order.code is None:
@@ -165,6 +186,73 @@ def test_a_faulty_node_is_replaced_and_any_other_end_is_that_of_the_job(index, c
     job.say(index, State.LEFT, code=code, text="Why.")
     assert job.roster.order.code == expected
     assert index not in job.roster.members
+
+
+def test_a_hang_names_the_process_behind_all_others_and_its_node():
+    job = started()
+    for index in (0, 1):
+        job.say(index, State.RUNNING, samples=[sample(0, 9), sample(1, 9)])
+    job.now += 1.0
+    job.roster.decide(job.now)
+    assert job.roster.order.runs  # what the third node does is not known yet
+    job.hang(1)
+    order = job.roster.order_for(2)
+    assert (order.runs, order.is_lost, order.hang, order.suspects) == (False, False, "device_wait", [3])
+    assert "more than its timeout of 5 s. The cause seems to be process 3 on node-1." in order.text
+    [detected] = [details for _, code, details in job.events if code == "hang"]
+    assert (detected["rank"], detected["step"], detected["seconds"]["detect"]) == (3, 3, 9.0)
+    [stop] = [details for _, code, details in job.events if code == "job-stop"]
+    assert job.events[stop["cause"] - 1][1] == "hang"
+
+
+def test_a_node_whose_script_goes_on_after_training_hides_no_hang_of_another():
+    job = started()
+    for index, samples in enumerate(([], [], [sample(0, 9), sample(1, 8)])):
+        job.say(index, State.RUNNING, samples=samples)
+    job.now += 1.0
+    job.roster.decide(job.now)
+    assert job.roster.order.suspects == [5]
+
+
+def test_no_process_hangs_as_long_as_one_that_others_wait_for_makes_progress():
+    job = started()
+    for index in range(3):
+        job.say(index, State.RUNNING, samples=[sample(0, 9), sample(1, 8, 0.1 if index == 2 else 9.0)])
+    job.now += 1.0
+    job.roster.decide(job.now)
+    assert job.roster.order.runs
+
+
+@pytest.mark.parametrize(("spares", "suspect", "is_replaced"), [(1, 1, True), (1, 0, False), (0, 1, False)])
+def test_a_spare_replaces_the_node_that_seems_to_cause_two_hangs(spares, suspect, is_replaced):
+    job = started(3, spares)
+    for _ in range(2):
+        assert job.roster.order.runs
+        assert job.roster.ranks == {0: 0, 1: 1, 2: 2}
+        job.hang(suspect)
+        for index in [*job.roster.members] * 3:
+            job.obey(index)
+    assert (suspect not in job.roster.members) == is_replaced
+    if is_replaced:
+        assert job.roster.ranks == {0: 0, 2: 2, 3: 1}
+        assert job.roster.order_for(1).code == SupervisorExit.RETRY_ELSEWHERE
+        again = Report(1, "node-1", "i1", job.job)
+        assert "node-1 was replaced" in job.roster.admit(again, job.job, 0.0).text
+        assert job.roster.admit(dataclasses.replace(again, instance="new"), job.job, 0.0) is None
+        assert job.roster.order_for(1).code is None
+    job.settle()
+    assert job.roster.order.code == SupervisorExit.DONE
+
+
+def test_at_the_end_a_replaced_node_learns_how_the_job_ended():
+    job = started()
+    for _ in range(2):
+        job.hang(1)
+        for index in [*job.roster.members] * 3:
+            job.obey(index)
+    job.settle()
+    again = Report(1, "node-1", "i1", job.job)
+    assert job.roster.admit(again, job.job, 0.0).code == SupervisorExit.DONE
 
 
 def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
@@ -266,6 +354,14 @@ def test_the_loss_of_the_leaders_node_ends_the_job():
     assert job.roster.order.code == SupervisorExit.RETRY_ELSEWHERE
 
 
+def test_a_job_whose_run_another_one_has_resumed_ends_once_and_is_not_requeued():
+    job = started()
+    for _ in range(2):
+        job.roster.end_superseded()
+    assert job.roster.order_for(1).code == SupervisorExit.SUPERSEDED
+    assert [code for _, code, _ in job.events].count("job-end") == 1
+
+
 def test_strangers_duplicates_and_latecomers_are_rejected_by_name():
     job = started()
     other = Report(1, "intruder", "another", job.job)
@@ -305,7 +401,7 @@ def test_a_restarted_leader_replaces_a_node_that_does_not_return():
     assert job.roster.ranks == {0: 0, 3: 1, 2: 2}
 
 
-FAULTS = ["come", "obey", "obey", "obey", "lose", "fail", "finish", "wait", "lead", "die", "leave"]
+FAULTS = ["come", "obey", "obey", "obey", "lose", "fail", "hang", "finish", "wait", "lead", "die", "leave"]
 STEPS = st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4)), max_size=60)
 
 
@@ -318,7 +414,11 @@ def test_after_any_faults_the_job_ends_and_no_rank_is_ever_given_twice(nodes, sp
         is_member, has_ended = index in job.roster.members, job.roster.has_ended
         runs = is_member and job.reports[index].state is State.RUNNING
         if name == "come" and not is_member:
-            job.come(index)
+            if (rejection := job.come(index)) is not None:
+                assert has_ended or "it seemed to cause 2 hangs" in rejection.text
+                del job.reports[index]
+        elif name == "hang" and not has_ended:
+            job.hang(index)
         elif name == "obey" and is_member and not has_ended:
             job.obey(index)
         elif name == "lose":

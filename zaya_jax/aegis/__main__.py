@@ -229,7 +229,7 @@ def _parser() -> Parser:
     report.add_argument("--json", action="store_true", help="print JSON")
     events = _add_reader(commands, "events", _events, "print the events of all nodes, each with its cause")
     events.add_argument("--json", action="store_true", help="print JSON")
-    export = _add_reader(commands, "export", _export, "serve the metrics of a run to Prometheus")
+    export = _add_reader(commands, "export", _export, "serve a live page of a run, and its metrics to Prometheus")
     _add_number(export, "--port", 9464, "port to listen on (default: 9464)")
     warning = "The server neither encrypts nor authenticates: with another address, TLS and the firewall are up to you"
     address = f"address to listen on (default: 127.0.0.1). {warning}"

@@ -18,7 +18,7 @@ from zaya_jax.aegis.failure import (
     Severity,
     find_failure,
 )
-from zaya_jax.aegis.hang import HangWatch
+from zaya_jax.aegis.hang import HangWatch, find_hang
 from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.member import Stop
 from zaya_jax.aegis.monitor import Monitor
@@ -219,12 +219,16 @@ class Attempt:
         self._job.detect(self._log.write_observation(seen, step=end.step, phase=end.phase.name.lower()))
 
     def _find_hang(self) -> Failure | None:
-        hang = self._hangs.look([rank for rank in self._group.running if not rank.outlives_trainer])
+        samples = self._hangs.look([rank for rank in self._group.running if not rank.outlives_trainer])
+        if (member := self._job.member) is not None:  # the leader sees the processes of all nodes
+            member.note_samples(samples)
+            return None
+        hang = find_hang(samples)
         if hang is None:
             return None
-        phase, quiet = hang.phase.name.lower(), time.monotonic() - hang.since
+        phase = hang.phase.name.lower()
         seen = Observation("hang", FaultClass.HANG, Severity.ERROR, hang.words, hang.rank)
-        seconds = {"detect": hang.seconds, "timeout": hang.timeout, "quiet": quiet}
+        seconds = {"detect": hang.seconds, "timeout": hang.timeout, "quiet": hang.quiet}
         self._job.detect(self._log.write_observation(seen, step=hang.step, phase=phase, seconds=seconds))
         return Failure(FaultClass.HANG, f"hang-{phase}", hang.rank, hang.step, hang.words, self._job.best_step)
 
@@ -235,21 +239,24 @@ class Attempt:
             if not job.signals:
                 job.note_signal(signal.SIGTERM)
             return
-        severity = Severity.INFO if stop.saves else Severity.WARNING  # more nodes are no fault
-        seen = Observation("job-stop", FaultClass.PEERS, severity, stop.text)
+        step, is_suspect = job.best_step, stop.suspects != ()
+        fault, code = (FaultClass.HANG, f"hang-{stop.hang}") if is_suspect else (FaultClass.PEERS, "job-stop")
+        rank = stop.suspects[0] if len(stop.suspects) == 1 else None
+        severity = Severity.ERROR if is_suspect else Severity.INFO if stop.saves else Severity.WARNING
+        seen = Observation("hang" if is_suspect else code, fault, severity, stop.text, rank)
         event = self._log.write_observation(seen, **job.job_cause)
         if not job.has_failed:
             job.detect(event)
         if all(end.outcome == 0 for end in self._group.ends):  # else they know more than the leader
-            step = job.best_step
-            self._planned = self._planned or Failure(
-                FaultClass.PEERS, "node-lost" if stop.is_lost else "job-stop", None, step, seen.text, step
-            )
-        if stop.saves:
+            code = "node-lost" if stop.is_lost else code
+            self._planned = self._planned or Failure(fault, code, rank, step, seen.text, step)
+        if stop.saves:  # more nodes are no fault
             self._ask_to_stop(signal.SIGTERM, event)
             return
         self._kill_at = self._kill_at or now + self._policy.settle_seconds
-        if stop.is_lost:  # the others wait for it, and their stacks say no more
+        if stop.hang:
+            self._kill(stop.text)
+        elif stop.is_lost:  # the others wait for it, and their stacks say no more
             self._group.kill()
             self._log.write("act", "kill", severity=Severity.WARNING, cause=event, text=stop.text)
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run, served by a process of its own: `python -m zaya_jax.aegis export RUN_DIR`.
+"""Prometheus metrics and a live page of a run, served by a process: `python -m zaya_jax.aegis export RUN_DIR`.
 
 Each scrape reads the files of the run, so training never waits for it. Label values are names of nodes, indices of
 processes, and words from fixed lists; no path and no text of the run is among them.
@@ -24,18 +24,19 @@ from prometheus_client.samples import Sample
 from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.failure import FaultClass
 from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.job_view import read_job
+from zaya_jax.aegis.live_page import SECONDS, render_live
 from zaya_jax.aegis.state import STATE, is_running, read_state, running_attempt
 from zaya_jax.aegis.supervision_report import list_faults, node_folders
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
-from zaya_jax.run.files import LONGEST_JSON, read_end, read_object
+from zaya_jax.run.files import LONGEST_JSON, read_object
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.manifest import saved_at
-from zaya_jax.run.metrics import parse_row
+from zaya_jax.run.metrics import read_last_row
 from zaya_jax.run.progress_record import Phase
 
-_TAIL = 256 * 1024  # bytes of a file of rows that a scrape reads
 _MOST = 1024  # samples or nodes from one source, so that no damage can flood Prometheus
 _MOST_CONNECTIONS = 32  # at a time
 
@@ -66,6 +67,7 @@ _LAYERS: Mapping[str, tuple[str, Callable[[Iterable[float]], float], str]] = {
 }
 FAMILIES = {  # name → help
     **{name: text for name, (*_, text) in (_ROW | _LAYERS).items()},
+    "zaya_job_nodes": "Nodes of a job of several nodes: that have a rank, are spares, or are lost.",
     "zaya_up": "Whether the supervisor of the node runs.",
     "zaya_attempt": "Number of the present or last attempt of the node.",
     "zaya_supervisor_exit_code": "Exit code of the node's supervisor, once it has ended.",
@@ -87,7 +89,7 @@ class RunReader(Collector):
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._errors: dict[str, int] = dict.fromkeys(("rows", "checkpoints", "nodes", "state", "events"), 0)
+        self._errors: dict[str, int] = dict.fromkeys(("rows", "checkpoints", "job", "nodes", "state", "events"), 0)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of this moment."""
@@ -104,6 +106,7 @@ class RunReader(Collector):
         run_dir = self._run_dir
         samples = self._attempt("rows", lambda: _rows(run_dir))
         samples += self._attempt("checkpoints", lambda: _checkpoints(run_dir / CHECKPOINTS))
+        samples += self._attempt("job", lambda: _job(run_dir))
         for folder in self._attempt("nodes", lambda: node_folders(run_dir)):
             samples += self._attempt("state", lambda folder=folder: _state(folder))
             samples += self._attempt("events", lambda folder=folder: _events(folder))
@@ -131,12 +134,6 @@ def _rows(run_dir: Path) -> Iterator[Sample]:
     yield Sample("zaya_telemetry_age_seconds", {}, max(0.0, time.time() - path.stat().st_mtime))
 
 
-def read_last_row(path: Path) -> dict[str, Any]:
-    """Return the last complete row among the last 256 KiB of a file of rows; empty if there is none."""
-    lines = reversed(read_end(path, _TAIL).splitlines(keepends=True))
-    return next((row for line in lines if (row := parse_row(line)) is not None), {})
-
-
 def _samples(tree: Mapping[str, Any], keys: Mapping[str, str], labels: dict[str, str]) -> Iterator[Sample]:
     for name, key in keys.items():
         if isinstance(value := tree.get(key), int | float):
@@ -150,6 +147,13 @@ def _checkpoints(folder: Path) -> Iterator[Sample]:
             yield Sample("zaya_checkpoint_step", {}, step)
             yield Sample("zaya_checkpoint_age_seconds", {}, max(0.0, time.time() - saved))
             return
+
+
+def _job(run_dir: Path) -> Iterator[Sample]:
+    if job := read_job(run_dir):
+        ranked = sum(node["rank"] is not None for node in job["nodes"])
+        counts = {"rank": ranked, "spare": len(job["nodes"]) - ranked, "lost": len(job["lost"])}
+        yield from (Sample("zaya_job_nodes", {"state": state}, count) for state, count in counts.items())
 
 
 def _state(folder: Path) -> Iterator[Sample]:
@@ -181,7 +185,7 @@ def _events(folder: Path) -> Iterator[Sample]:
 
 
 def serve(run_dir: Path, address: str, port: int) -> None:
-    """Serve the metrics of a run over HTTP until the process is interrupted.
+    """Serve the metrics of a run over HTTP, and at `/` the page that shows it, until the process is interrupted.
 
     Nothing encrypts or authenticates. Requests must name `address`, an IP address or localhost as their host: a web
     page whose own name leads here (DNS rebinding) can read nothing. Port 0 is any free one.
@@ -191,14 +195,23 @@ def serve(run_dir: Path, address: str, port: int) -> None:
     require(0 <= port < 2**16, "--port", port, "from 0 to 65535")
     registry = CollectorRegistry()
     registry.register(RunReader(run_dir))
+    metrics = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ["PATH_INFO"] not in ("", "/"):
+            return metrics(environ, start_response)
+        start_response("200 OK", [("Content-Type", "text/html; charset=utf-8"), ("Refresh", str(SECONDS))])
+        return [render_live(run_dir).encode()]
+
     try:
         _Server.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         host = rf"(\[[\da-f:.]+\]|\d+(\.\d+){{3}}|localhost|{re.escape(address)})(:\d+)?"
         _Handler.host = re.compile(host, re.ASCII | re.IGNORECASE)
-        server = make_server(address, port, make_wsgi_app(registry), _Server, _Handler)
+        server = make_server(address, port, answer, _Server, _Handler)
     except OSError as error:
         raise InputError(f"Metrics cannot be served at {address}:{port}: {error.strerror}.") from error
-    print(f"Serving the metrics of {run_dir} at http://{address}:{server.server_port}/metrics", flush=True)
+    url = f"http://{address}:{server.server_port}"
+    print(f"Serving the page of {run_dir} at {url}/ and its metrics at {url}/metrics", flush=True)
     server.serve_forever()
 
 

@@ -17,18 +17,24 @@ _FIELDS |= {"needed": int, "nodes": list, "lost": dict, "strangers": int}
 _NODE = {"name": str, "state": str, "rank": int | None, "held": int | None}
 
 
+def read_job(run_dir: Path) -> dict[str, Any]:
+    """Read what the leader of a job wrote last; empty if there is none, or it is damaged."""
+    job = read_fields(run_dir / AEGIS / STATE, _FIELDS)
+    nodes = job.get("nodes", ())
+    are_nodes = all(isinstance(node, dict) for node in nodes)
+    return job if are_nodes and all(isinstance(n.get(key), kind) for n in nodes for key, kind in _NODE.items()) else {}
+
+
 def format_job(run_dir: Path) -> str:
     """Format the nodes, ranks and spares of a job; empty if it has only one node."""
-    job = read_fields(run_dir / AEGIS / STATE, _FIELDS)
-    nodes = [node for node in job.get("nodes", ()) if isinstance(node, dict)]
-    if not job or not all(isinstance(node.get(key), kind) for node in nodes for key, kind in _NODE.items()):
+    if not (job := read_job(run_dir)):
         return ""
     seconds = time.time() - job["unix"]
     state = job["state"]
     if state != "ended" and seconds > _STALE:
         state = f"unknown, since the leader has written nothing for {seconds:,.0f} s"
     lines = [f"Job of {counted(job['needed'], 'node')}: {state}; attempt {job['attempt']}. {job['why']}".strip()]
-    for node in sorted(nodes, key=lambda node: (node["rank"] is None, node["rank"] or 0)):
+    for node in sorted(job["nodes"], key=lambda node: (node["rank"] is None, node["rank"] or 0)):
         place = "spare " if node["rank"] is None else f"rank {node['rank']}"
         has_copy = node["rank"] is None and node["held"] is not None
         held = f", has the checkpoint of step {node['held']}" if has_copy else ""

@@ -23,6 +23,8 @@ from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.roster import Order, Report, Roster
 from zaya_jax.aegis.secure_channel import SecureChannel
 from zaya_jax.aegis.state import write_state
+from zaya_jax.aegis.token_watch import TokenWatch
+from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.handshake import Strangers
 from zaya_jax.run.job_secret import VARIABLE
 from zaya_jax.run.peer import Peer
@@ -60,6 +62,7 @@ class Leader:
         """
         self._folder, self._job = folder, job
         self._files = FileWorker()
+        self._token = TokenWatch(folder.parent / CHECKPOINTS)
         self._log = EventLog(folder, LEADER, self._files)
         self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write, job["smaller"])
         self._members: dict[int, _Connection] = {}
@@ -84,6 +87,9 @@ class Leader:
                     self._lose(connection, "its connection closed", now)
                 elif now - connection.last_seen > SILENT:
                     self._lose(connection, f"it has sent nothing for {SILENT:g} s", now)
+            if self._token.is_superseded:
+                self._files.refuse()  # the run folder belongs to others
+                self._roster.end_superseded()
             self._roster.decide(now)
             for connection in self._members.values():
                 self._send_order(connection, now)
@@ -95,7 +101,9 @@ class Leader:
         self._log.close(_END_SECONDS)
 
     def _write(self, kind: Any, code: str, *, severity: Severity = Severity.INFO, text: str, **details: Any) -> int:
-        self._log.attempt = details.pop("attempt", self._log.attempt)
+        if "attempt" in details:
+            self._log.attempt = details.pop("attempt")
+            self._files.submit(self._token.start_attempt)
         return self._log.write(kind, code, severity=severity, text=text, **details)
 
     def _admit(self, peer: Peer, hello: dict[str, Any], key: str) -> None:
@@ -153,6 +161,7 @@ class Leader:
         details |= {"needed": roster.order.nodes, "strangers": self._strangers.rejected, "exit_code": roster.order.code}
         folder = self._folder
         self._state = self._files.submit(lambda: write_state(folder, state=state, **details))
+        self._files.submit(self._token.look)
         self._log.flush()
 
 

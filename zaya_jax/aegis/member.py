@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.aegis.copies import Copies
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.hang import Sample
 from zaya_jax.aegis.leader import BEAT, SILENT
 from zaya_jax.aegis.leader_process import LeaderProcess
 from zaya_jax.aegis.roster import Order, Report, State
@@ -38,6 +39,8 @@ class Stop(NamedTuple):
     is_request: bool  # the job was asked to stop, so they may save
     event: int | None  # in the job's log
     saves: bool = False  # they must save first, since the job continues on more nodes
+    hang: str = ""  # phase in which processes hang, if that is why
+    suspects: Sequence[int] = ()  # those of this node that seem to cause it; by their numbers here
 
 
 class Place(NamedTuple):
@@ -115,16 +118,33 @@ class Member:
         if order.runs and (order.attempt, order.rank) == (report.attempt, report.rank):
             return None
         text = order.text if order.attempt == report.attempt else f"Attempt {order.attempt} runs without this node."
-        is_current = order.attempt == report.attempt
-        return Stop(text, order.is_lost or not is_current, False, order.event, saves=order.saves and is_current)
+        if order.attempt != report.attempt:
+            return Stop(text, is_lost=True, is_request=False, event=order.event)
+        count = self._place.job["processes"]
+        own = [number % count for number in order.suspects if number // count == report.rank]
+        return Stop(
+            text,
+            order.is_lost,
+            is_request=False,
+            event=order.event,
+            saves=order.saves,
+            hang=order.hang,
+            suspects=tuple(own),
+        )
 
     def report(self, state: State, **changes: Any) -> None:
         """Tell the leader what this node does."""
         if "text" in changes:
             changes["text"] = printable(changes["text"], 500)
         with self._lock:
-            self._report = dataclasses.replace(self._report, **{"text": "", "event": None, **changes, "state": state})
+            unsaid = {"text": "", "event": None, "samples": None}
+            self._report = dataclasses.replace(self._report, **(unsaid | changes), state=state)
             self._send_report()
+
+    def note_samples(self, samples: Sequence[Sample]) -> None:
+        """Tell the leader with the next message how far the processes of this node are."""
+        with self._lock:
+            self._report = dataclasses.replace(self._report, samples=samples)
 
     def leave(self, code: SupervisorExit, text: str) -> None:
         """Say that this supervisor ends, unless the job has ended, and wait until the others know it."""

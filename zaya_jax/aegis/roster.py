@@ -8,15 +8,20 @@ reports which attempt runs. Ranks belong to one attempt; a node that comes back 
 import dataclasses
 import enum
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Severity
+from zaya_jax.aegis.hang import Sample, find_hang
 from zaya_jax.errors import printable
+from zaya_jax.run.progress_record import Phase
 
 _GATHER = 10.0  # seconds to wait for the rest once enough nodes are ready, so that the first nodes get the ranks
 _RETURN = 60.0  # seconds to wait for a node once no spare is left, such as a pod that Kubernetes replaces
+_LOOK = 0.5  # seconds between two looks at the progress of all processes
+_HANGS = 2  # hangs that a node seems to cause before a spare replaces it
 _REJOIN = 4.0  # seconds in which the members return to a leader that was restarted
 
 
@@ -47,11 +52,14 @@ class Report:
     event: int | None = None  # the event of the failure in the node's own log
     address: str = ""  # where it serves copies of checkpoints, see `Copies`; empty if it serves none
     held: int | None = None  # step of the checkpoint of which it holds every part, verified
+    samples: Sequence[Sample] | None = None  # of its processes that keep a progress record; None before they run
 
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Self:
-        """Make a report from JSON; `TypeError` or `ValueError` if it is of another version."""
-        return cls(**{**message, "state": State(message["state"])})
+        """Make a report from JSON; `TypeError`, `ValueError` or `KeyError` if it is of another version."""
+        samples = [Sample._make(row)._replace(phase=Phase(row[2])) for row in message["samples"] or ()]
+        known = {"samples": samples if message["samples"] is not None else None}
+        return cls(**{**message, "state": State(message["state"]), **known})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Order:
     event: int | None = None  # the event that this follows from in the job's log
     peers: Sequence[str] = ()  # where to get copies, node 0 first: from it alone unless `copies`
     copies: bool = False  # whether to get copies of the newest checkpoint: a spare, or a node that replaces another
+    hang: str = ""  # phase in which processes hang, if it was stopped for that
+    suspects: Sequence[int] = ()  # the processes that seem to cause it; their numbers in the job
 
 
 # Writes an event to the log of the job, and returns its id.
@@ -104,6 +114,9 @@ class Roster:
         self._incomplete_since: float | None = None  # while an attempt that this leader did not start lacks ranks
         self._waiting_since: float | None = None  # while nodes are missing
         self._gathering_since: float | None = None  # while enough are ready for the first attempt, or for more ranks
+        self._looked = -_LOOK  # when the progress of the processes was compared last
+        self._suspected = Counter[str]()  # instance → hangs that it seemed to cause
+        self._replaced: dict[int, tuple[str, Order]] = {}  # index → instance, and the order to end
         self._has_ordered = False  # whether this leader has started or stopped an attempt
 
     @property
@@ -113,6 +126,8 @@ class Roster:
 
     def order_for(self, index: int) -> Order:
         """Return what a member is to do."""
+        if index in self._replaced:
+            return self._replaced[index][1]
         rank = self.ranks.get(index)
         copies = index in self._replacements if rank is not None else self.order.runs
         others = [each for number, each in sorted(self.members.items()) if number != index and each.address]
@@ -126,6 +141,9 @@ class Roster:
         differing = [f"{key}={its!r} instead of {value!r}" for key, its, value in pairs if its != value]
         if self.has_ended:
             return self.order
+        instance, order = self._replaced.get(report.index, ("", self.order))
+        if report.instance == instance:
+            return order
         if differing:
             why = f"it was started with {', '.join(differing)}. Start all supervisors of a job alike."
         elif not 0 <= report.index < self._nodes + self._spares:
@@ -140,6 +158,7 @@ class Roster:
         return Order(text=text, code=SupervisorExit.CONFIGURATION)
 
     def _add(self, report: Report, now: float) -> None:
+        self._replaced.pop(report.index, None)
         back, is_known = self.lost.pop(report.index, None), report.index in self.members
         self.members[report.index] = report
         if back or not is_known:  # else its connection broke
@@ -195,6 +214,11 @@ class Roster:
             self._stop(text, cause=event, is_lost=True)
         self.decide(now)
 
+    def end_superseded(self) -> None:
+        """End the job, since another one has resumed its run."""
+        if not self.has_ended:
+            self._end(SupervisorExit.SUPERSEDED, "Another job has resumed this run, and goes on with it.")
+
     def decide(self, now: float) -> None:
         """Start an attempt, or end the job, if it is time."""
         if self.has_ended:
@@ -205,6 +229,8 @@ class Roster:
         if any(report.state in (State.RUNNING, State.ENDED) for report in self.members.values()):
             self._waiting_since = None
             return
+        for index in list(self.members):
+            self._replace_suspect(index)
         size = self._fitting(len(self.members))
         if size < self.order.nodes or 0 not in self.members:  # process 0 is on the leader's node
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -248,6 +274,43 @@ class Roster:
         elif self._incomplete_since is not None and now - self._incomplete_since > _REJOIN:
             absent = _names(rank for rank in range(nodes) if rank not in self.ranks.values())
             self._stop(f"The nodes with the ranks {absent} did not return to the restarted leader.", is_lost=True)
+        if self.order.runs and now - self._looked >= _LOOK:
+            self._looked = now
+            self._check_progress()
+
+    def _check_progress(self) -> None:
+        """Stop the attempt if its processes hang, by the samples of all nodes."""
+        running = [report for report in self.members.values() if report.state is State.RUNNING]
+        running = [each for each in running if each.attempt == self.order.attempt and each.samples is not None]
+        if len(running) + len(self._finished) < self.order.nodes:
+            return
+        samples, owners = list[Sample](), dict[int, Report]()
+        for report in running:
+            for sample in report.samples or ():
+                number = (report.rank or 0) * report.job["processes"] + sample.process
+                samples.append(sample._replace(process=number))
+                owners[number] = report
+        if (hang := find_hang(samples)) is None:
+            return
+        nodes = {owners[number].name: owners[number].instance for number in hang.suspects}
+        text, phase = f"{hang.words.removesuffix('.')} on {_names(nodes)}.", hang.phase.name.lower()
+        if len(nodes) == 1:
+            self._suspected.update(nodes.values())
+        seconds = {"detect": hang.seconds, "timeout": hang.timeout, "quiet": hang.quiet}
+        details = {"fault": "hang", "rank": hang.rank, "step": hang.step, "phase": phase, "seconds": seconds}
+        event = self._write("detect", "hang", severity=Severity.ERROR, text=text, **details)
+        self._stop(text, cause=event, hang=phase, suspects=hang.suspects)
+
+    def _replace_suspect(self, index: int) -> None:
+        """Let a node end that seemed to cause hangs again and again, if a spare can take its rank."""
+        report = self.members[index]
+        if self._suspected[report.instance] < _HANGS or index == 0 or len(self.members) <= self._nodes:
+            return
+        del self.members[index]
+        text = self.lost[index] = f"{report.name} was replaced: it seemed to cause {_HANGS} hangs."
+        event = self._write("act", "node-replaced", severity=Severity.WARNING, cause=self.order.event, text=text)
+        order = Order(self.order.attempt, text=text, code=SupervisorExit.RETRY_ELSEWHERE, event=event)
+        self._replaced[index] = report.instance, order
 
     def _start(self, size: int) -> None:
         """Start an attempt with so many nodes; those that had a rank keep it if there still is one of that number."""
@@ -263,21 +326,15 @@ class Roster:
         event = self._write("start", "job-attempt", text=f"Ranks {ranks}", attempt=attempt, cause=self.order.event)
         self.order = Order(attempt, nodes=size, runs=True, nonce=secrets.token_hex(16), event=event)
 
-    def _stop(
-        self,
-        text: str,
-        cause: int | None = None,
-        node: str | None = None,
-        *,
-        is_lost: bool = False,
-        saves: bool = False,
-    ) -> None:
-        """Stop the attempt because of the event `cause` in the log of `node`, or in the job's own."""
+    def _stop(self, text: str, cause: int | None = None, node: str | None = None, **why: Any) -> None:
+        """Stop the attempt because of the event `cause` in the log of `node`, or in the job's own.
+
+        `why` has the fields of `Order` that say more.
+        """
         self._has_ordered = True
         details = {"cause": cause, "cause_node": node if cause else None, "action": "restart"}
         event = self._write("decide", "job-stop", severity=Severity.WARNING, text=text, **details)
-        stopped = {"runs": False, "is_lost": is_lost, "saves": saves}
-        self.order = dataclasses.replace(self.order, **stopped, text=printable(text, 500), event=event)
+        self.order = dataclasses.replace(self.order, runs=False, text=printable(text, 500), event=event, **why)
 
     def _end(self, code: int, text: str, cause: int | None = None, node: str | None = None) -> None:
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
@@ -286,5 +343,5 @@ class Roster:
         self.order = dataclasses.replace(self.order, runs=False, text=printable(text, 500), code=int(code), event=event)
 
 
-def _names(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
+def _names(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names))

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError, as_sentence
-from zaya_jax.run.files import read_file
+from zaya_jax.run.files import read_end, read_file
 from zaya_jax.run.writing import make_folder, open_file
 
+_TAIL = 2**18  # bytes in which the last row is looked for
 _SYNC_BYTES = 2**20  # of rows in memory that trigger a sync between checkpoints
 
 
@@ -205,6 +206,12 @@ def finite(value: Any) -> Any:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows up to the first one that is truncated (by a kill) or damaged."""
     return [row for row, _ in _parse(read_file(path))] if path.exists() else []
+
+
+def read_last_row(path: Path) -> dict[str, Any]:
+    """Return the last complete row among the last 256 KiB of a file of rows; empty if there is none."""
+    lines = reversed(read_end(path, _TAIL).splitlines(keepends=True))
+    return next((row for line in lines if (row := parse_row(line)) is not None), {})
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
