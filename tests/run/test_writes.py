@@ -43,7 +43,6 @@ OTHERS = {
     "checkpoint/writer.py": ("open", "tensorstore, in a new folder"),
     "data/prepare/shard_conversion.py": ("save", MEMORY),
     "data/prepare/shards.py": ("ArrayRecordWriter", MEMORY),
-    "data/loading/source_rows.py": ("savez", MEMORY),
     "data/prepare/workers.py": ("ftruncate mmap", "an anonymous file in memory"),
     "lab/measure/step_parts.py": ("TemporaryDirectory TemporaryDirectory", TEMPORARY),
     "lab/predict/compilers/compiled.py": ("TemporaryDirectory write_text", TEMPORARY),
