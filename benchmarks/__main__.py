@@ -14,6 +14,7 @@ from zaya_jax.run.parser import Parser
 BENCHMARKS = {
     "step": "training step, against transformers",
     "decode": "greedy decoding, against transformers",
+    "engine": "steps of an engine against the copy rate, requests against batches, memory",
     "prefill": "attention of a prompt, against grouped-query and full attention",
     "data": "packing against Grain, data preparation against datasets",
     "checkpoint": "saving and restoring, against Orbax and gather-and-pickle",
