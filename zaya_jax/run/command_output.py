@@ -10,6 +10,7 @@ import select
 import signal
 import stat
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -76,8 +77,11 @@ def prepare_streams() -> None:
 
     A stream that was closed is /dev/null from now on, or the next file that is opened would take its place. What a
     closed pipe, a terminal that is gone or a full disk cannot take is dropped, what an encoding lacks or what would
-    steer a terminal (`visible`) is escaped, and input that is not in its encoding becomes lone surrogates.
+    steer a terminal (`visible`) is escaped, and input that is not in its encoding becomes lone surrogates. What asyncio
+    says beside the error by which it lacks a descriptor is left out.
     """
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    sys.unraisablehook = _print_unraisable
     for number in range(3):
         try:
             os.fstat(number)
@@ -110,6 +114,12 @@ def prepare_process() -> None:
         say_and_exit(sentence, status)
 
     Listener(stop).__enter__()
+
+
+def _print_unraisable(unraisable: Any) -> None:
+    """Print what Python cannot raise, unless it is about an event loop that was never complete."""
+    if getattr(unraisable.object, "__qualname__", "") != "BaseEventLoop.__del__":
+        sys.__unraisablehook__(unraisable)
 
 
 def is_output_read() -> bool:
