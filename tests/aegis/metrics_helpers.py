@@ -78,7 +78,7 @@ def make_run(run_dir: Path) -> Path:
     write_node(run_dir)
     write_node(run_dir, "node-1", state="ended", exit_code=93, why="no", ranks=[])
     nodes = [{"node": 0, "name": NODE, "state": "running", "rank": 0},
-             {"node": 2, "name": "node-2", "state": "ready", "rank": None}]  # fmt: skip
+             {"node": 2, "name": "node-2", "state": "ready", "rank": None, "held": 20}]  # fmt: skip
     write_state(run_dir / "aegis", state="running", attempt=2, why="", needed=1, nodes=nodes,
                 lost={"1": "node-1 left with exit code 93: no"}, strangers=1)  # fmt: skip
     return run_dir

@@ -130,7 +130,7 @@ def test_the_page_shows_the_job_its_processes_and_faults_and_loads_nothing(servi
     assert ["20", "3.00", "0.500", "0.500", "180"] in rows
     assert [NODE, "1", "device_wait", "20", "3.00", "0"] in rows
     assert [NODE, "gpu", "gpu-lost", "0", "7", "–", "–"] in [row[1:8] for row in rows]
-    assert "spare    node-2: ready" in text
+    assert "spare    node-2: ready, has the checkpoint of step 20" in text
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
     with pytest.raises(urllib.error.HTTPError, match="421"):
         urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}), timeout=60)

@@ -34,6 +34,9 @@ AMD = (
     SCENARIO
     + """
 class AmdSmiException(Exception): pass
+class AmdSmiTemperatureType: HOTSPOT = 1
+class AmdSmiTemperatureMetric: CURRENT = 0
+class AmdSmiMemoryType: VRAM = 0
 def amdsmi_init(): pass
 def amdsmi_get_processor_handles(): return gpus
 def amdsmi_get_gpu_device_bdf(gpu): return gpu["name"]
@@ -41,11 +44,14 @@ def amdsmi_get_gpu_total_ecc_count(gpu):
     if "unsupported" in gpu: raise AmdSmiException("AMDSMI_STATUS_NOT_SUPPORTED")
     return {key + "_count": gpu.get(key, 0) for key in ("correctable", "uncorrectable", "deferred")}
 def amdsmi_get_pcie_info(gpu): return {"pcie_metric": {"pcie_replay_count": gpu.get("replays", "N/A")}}
+def amdsmi_get_temp_metric(gpu, sensor, metric): return 55
+def amdsmi_get_gpu_memory_usage(gpu, kind): return 10 ** 9
+def amdsmi_get_gpu_process_list(gpu): return [{"pid": 7}]
 """
 )
 NVIDIA = SCENARIO + '''
 from types import SimpleNamespace
-NVML_SUCCESS, NVML_ERROR_GPU_IS_LOST, NVML_VOLATILE_ECC = 0, 15, 0
+NVML_SUCCESS, NVML_ERROR_GPU_IS_LOST, NVML_VOLATILE_ECC, NVML_TEMPERATURE_GPU = 0, 15, 0, 0
 NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
 class NVMLError(Exception):
@@ -57,8 +63,10 @@ def nvmlDeviceGetHandleByIndex(index):
     return gpus[index]
 def nvmlDeviceGetUUID(gpu): return gpu["name"]
 def nvmlDeviceGetMemoryInfo(gpu): return SimpleNamespace(used=2 * 10 ** 9)
+def nvmlDeviceGetComputeRunningProcesses(gpu): return [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
 def nvmlDeviceGetTotalEccErrors(gpu, kind, counter): return gpu.get(("correctable", "uncorrectable")[kind], 0)
 def nvmlDeviceGetPcieReplayCounter(gpu): raise NVMLError(3)
+def nvmlDeviceGetTemperature(gpu, sensor): return 44
 def nvmlDeviceGetFieldValues(gpu, fields):
     return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=gpu.get("action", 0))) for _ in fields]
 '''  # fmt: skip
@@ -118,7 +126,8 @@ def test_a_healthy_amd_gpu_is_read_and_silent(machine):
     assert amd.read(gpu(correctable=4, replays=2)) == []
     [reading] = amd.probe.gpus
     assert (reading.name, reading.correctable, reading.pcie_replays) == ("0000:0c:00.0", 4, 2)
-    assert reading.recovery_action is None
+    assert (reading.temperature, reading.memory_used, reading.recovery_action) == (55, 10**9, None)
+    assert reading.processes == 1
     assert not reading.lost
 
 
@@ -127,7 +136,8 @@ def test_a_healthy_nvidia_gpu_is_read_and_silent(machine):
     assert nvidia.read(gpu("GPU-1"), gpu("GPU-2", correctable=7)) == []
     reading = nvidia.probe.gpus[1]
     assert (reading.index, reading.name, reading.correctable, reading.recovery_action) == (1, "GPU-2", 7, 0)
-    assert reading.pcie_replays is None
+    assert (reading.temperature, reading.memory_used, reading.pcie_replays) == (44, 2 * 10**9, None)
+    assert reading.processes == 2
 
 
 def test_where_both_libraries_are_installed_the_one_with_gpus_is_used(machine, tmp_path):

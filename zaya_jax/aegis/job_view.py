@@ -36,8 +36,8 @@ def format_job(run_dir: Path) -> str:
     lines = [f"Job of {counted(job['needed'], 'node')}: {state}; attempt {job['attempt']}. {job['why']}".strip()]
     for node in sorted(job["nodes"], key=lambda node: (node["rank"] is None, node["rank"] or 0)):
         place = "spare " if node["rank"] is None else f"rank {node['rank']}"
-        has_copy = node["rank"] is None and node["held"] is not None
-        held = f", has the checkpoint of step {node['held']}" if has_copy else ""
+        step = node.get("held") if node["rank"] is None else None  # earlier versions do not write it
+        held = "" if step is None else f", has the checkpoint of step {step}"
         lines.append(f"  {place:<8} {node['name']}: {node['state']}{held}")
     lines += [f"  lost     {text}" for text in job["lost"].values()]
     if job["strangers"]:

@@ -63,6 +63,8 @@ def _parser() -> Parser:
     default = ["<|im_start|>", "<|im_end|>"]
     text = f"special tokens besides <|endoftext|> (default: {' '.join(default)}, of the built-in chat template)"
     add("--special", text, nargs="*", default=default, metavar="TOKEN")
+    text = "bytes of input to train on; of a larger one, a part of each source (default: 1000000000)"
+    add("--bytes", text, type=int, default=10**9, metavar="N")
 
     add = verb(_merge, "merge", "finish a preparation after all its tasks are done", "data/web")
     add("folder", "the --output folder of prepare", type=Path, metavar="FOLDER")
@@ -108,7 +110,7 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
     from zaya_jax.data.prepare.tokenizer_training import TrainingTexts, train_on
 
     field = options.field or ("messages" if options.chat else "text")
-    texts = TrainingTexts(options.input, field, tuple(options.suffixes), options.max_bad)
+    texts = TrainingTexts(options.input, field, tuple(options.suffixes), options.bytes, options.max_bad)
     print(train_on(texts, options.output, options.vocab_size, options.special))
 
 
