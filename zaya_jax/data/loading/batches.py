@@ -218,7 +218,7 @@ def heldout_text(
     if settings is None:
         return None
     documents, manifest = prepared.open(name, "heldout", settings, config.context_for(settings))
-    packed = make_packer(config, settings, None).pack(documents)
+    packed = make_packer(config, prepared, settings, None).pack(documents)
     size, rows = config.evaluation.batch_size, range(packed.rows.per_epoch)
     batches = [rows[start : start + size] for start in rows[::size]]
     count = len(batches) if limit is None else min(limit, len(batches))

@@ -81,7 +81,7 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
         rows, shares = rows_before(config, end) - first_row, {}
         for name, count in zip(mixture.names, mixture.counts(rows), strict=True):
             documents, manifest = prepared.open(name, "train", phase, context)
-            packer = make_packer(config, phase, _source_seed(config, name))
+            packer = make_packer(config, prepared, phase, _source_seed(config, name))
             phase_rows = packer.phase_rows(documents, manifest.content, positions[name], f"data.sources.{name}")
             before, after = positions[name], phase_rows.after(count, positions[name])
             epochs, most = after.epochs_read, prepared.sources[name].max_epochs
@@ -106,9 +106,9 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
     return RunPlan(tuple(phases), {name: tally.use(positions[name].epochs_read) for name, tally in tallies.items()})
 
 
-def make_packer(config: Config, phase: PhaseConfig, seed: int | None) -> Packer:
+def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: int | None) -> Packer:
     """Return the packer of a phase. `seed` shuffles the rows; None keeps the order of the documents."""
-    return Packer(phase.packing, phase.over_length, config.context_for(phase), seed)
+    return Packer(phase.packing, phase.over_length, config.context_for(phase), seed, prepared.cache / "plans")
 
 
 def trimmed_documents(of_texts: dict[str, int], of_conversations: dict[str, int]) -> int:

@@ -1,16 +1,23 @@
 """Read a source epoch by epoch. Each phase continues where the previous one stopped."""
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 
 from zaya_jax.config.phases import OverLength, Packing
-from zaya_jax.data.loading.bin_packing import pack
+from zaya_jax.data.loading.bin_packing import Bins, pack
 from zaya_jax.data.loading.document_parts import Items, fit, whole_documents
 from zaya_jax.data.loading.packed_rows import LANES, BinRows, PackedRows, Row, Windows
 from zaya_jax.data.prepare.shards import Documents
 from zaya_jax.errors import InputError
+from zaya_jax.run.files import open_regular
+from zaya_jax.run.writing import make_folder, new_file
+
+_ALGORITHM = "best-fit-1"  # version of `pack` in the names of cached plans; change it with the algorithm
 
 
 class Position(NamedTuple):
@@ -104,6 +111,7 @@ class Packer(NamedTuple):
     over_length: OverLength
     context: int
     seed: int | None  # shuffles the rows; None keeps the order of the documents
+    plans: Path  # folder of cached bins
 
     def phase_rows(self, documents: Documents, content: str, position: Position, key: str) -> PhaseRows:
         """Pack the documents of a source, as this phase reads them, from `position` on.
@@ -132,7 +140,7 @@ class Packer(NamedTuple):
         absent = items.length == 0  # conversations that could not be trimmed to fit
         fitted = fit(items.take(~absent), self.context, self.over_length, whole=self.packing == "bins")
         if self.packing == "bins":
-            bins = pack(fitted.used.length - 1, self.context)
+            bins = cached_bins(fitted.used.length - 1, self.context, self.plans)
             rows: PackedRows = BinRows(documents, fitted.used, bins, self.context, seed=seed)
             filled = int((fitted.used.length - 1).sum())
         else:
@@ -151,3 +159,19 @@ def _targets(items: Items, documents: int) -> np.ndarray:
 
 def _predictions(lengths: np.ndarray) -> int:
     return int(np.maximum(lengths - 1, 0).sum())
+
+
+def cached_bins(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
+    """Pack `sizes` into bins, or load the bins cached in the folder `plans` under a digest of the arguments."""
+    digest = hashlib.blake2b(np.ascontiguousarray(sizes, "<i8").tobytes(), digest_size=12).hexdigest()
+    path = plans / f"{_ALGORITHM}-{digest}-{capacity}.npz"
+    try:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as saved:
+            return Bins(saved["members"], saved["starts"])
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile):
+        pass  # absent, or damaged, which its checksums tell: packed and written again below
+    bins = pack(sizes, capacity)
+    make_folder(plans)
+    with new_file(path) as file:
+        np.savez(file, members=bins.members, starts=bins.starts)
+    return bins
