@@ -28,6 +28,7 @@ def test_other_folders_are_none(tmp_path):
         ("state.json", "[" * 100_000, r"state\.json is not JSON"),
         ("state.json", "[]", r"state\.json is not a JSON object"),
         ("state.json", "{}", r"state\.json .* must be an object with a list '_data_files'"),
+        ("dataset_info.json", "[]", r"dataset_info\.json is not a JSON object"),
         ("state.json", '{"_data_files": ["a.arrow"]}', r"state\.json .* must list file names"),
         ("state.json", '{"_data_files": [{"filename": 3}]}', r"must list file names, but lists \[3\]"),
         ("dataset_dict.json", '{"splits": "train"}', r"dataset_dict\.json .* with a list 'splits'"),
