@@ -16,6 +16,26 @@ def test_files_come_in_the_order_of_the_state_and_caches_are_left_out(tmp_path):
     assert saved_files(folder) == [folder / name for name in names]
 
 
+@pytest.mark.parametrize("split", ["train", "test", None])
+def test_fewer_rows_than_the_dataset_says_are_reported(tmp_path, capsys, split):
+    folder = write_saved(tmp_path / "saved", [[["a", "b"], ["c"]], [["d"]]])
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**state, "_split": split}))
+    for wanted in (4, 5):
+        info = {"splits": {"train": {"num_examples": wanted}}}
+        (folder / "dataset_info.json").write_text(json.dumps(info))
+        assert len(saved_files(folder)) == 2
+        err = capsys.readouterr().err
+        assert ("has 4 rows, but dataset_info.json says that split 'train' has 5" in err) == (
+            split == "train" and wanted == 5
+        )
+    data = (folder / "data-00000-of-00002.arrow").read_bytes()
+    (folder / "data-00000-of-00002.arrow").write_bytes(data[:-8])
+    if split == "train":
+        with pytest.raises(InputError, match=r"data-00000-of-00002\.arrow ends without its end-of-stream marker"):
+            saved_files(folder)
+
+
 def test_other_folders_are_none(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     assert saved_files(tmp_path) is None

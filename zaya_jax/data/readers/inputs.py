@@ -154,7 +154,29 @@ def _split_files(folder: Path) -> list[Path]:
         )
     entries = _json(folder / _STATE, "_data_files")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    return [folder / name for name in _names(folder / _STATE, names)]
+    files = [folder / name for name in _names(folder / _STATE, names)]
+    _compare_rows(folder, files)
+    return files
+
+
+def _compare_rows(folder: Path, files: list[Path]) -> None:
+    """Warn if a dataset has fewer rows than its info lists. `datasets` keeps the old number when rows are filtered."""
+    split = read_object(folder / _STATE).get("_split")
+    try:
+        expected = read_object(folder / _INFO)["splits"][split]["num_examples"]
+    except (KeyError, TypeError):
+        return
+    if not isinstance(expected, int) or not all(file.is_file() for file in files):
+        return
+    from zaya_jax.data.readers.tables import count_rows
+
+    rows = sum(count_rows(str(file)) for file in files)
+    if rows < expected:
+        print(
+            f"data: the saved dataset {folder} has {rows:,} rows, but {_INFO} says that split {split!r} has "
+            f"{expected:,}. Unless rows were filtered out, save or copy it again.",
+            file=sys.stderr,
+        )
 
 
 def _json(path: Path, key: str) -> list[Any]:

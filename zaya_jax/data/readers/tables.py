@@ -33,10 +33,10 @@ def count_pieces(file: str) -> int:
         return table.pieces
 
 
-def _count_rows(file: str, stop: int) -> int:
-    """Count the rows of the pieces before `stop`, without reading columns."""
+def count_rows(file: str, stop: int | None = None) -> int:
+    """Count the rows of a file, or of its pieces before `stop`, without reading columns."""
     with _open(file) as table:
-        return table.count_rows(stop)
+        return table.count_rows(table.pieces if stop is None else stop)
 
 
 def read_table(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
@@ -46,7 +46,7 @@ def read_table(unit: documents.Unit, field: str) -> Iterator[documents.Entry]:
         documents.require_pieces(unit, file, table.pieces, *table.noun)
         columns, before = check_columns(file, table.schema, field), 0
         is_pair = fields.is_pair(field, columns[0])
-        first = documents.FirstLine(lambda: 1 + _count_rows(file, unit.start)) if unit.start else documents.FirstLine()
+        first = documents.FirstLine(lambda: 1 + count_rows(file, unit.start)) if unit.start else documents.FirstLine()
         for batch, size in table.batches(unit, columns):
             place = {"size": size, "before": before, "first": first}
             yield from column_documents(batch, file=file, columns=columns, **place, is_pair=is_pair)
