@@ -80,6 +80,9 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
 
     ettr --nodes 1024 --spares 0 8 32
     """
+    require(parsed.seeds >= 2, "--seeds", parsed.seeds, "at least 2")
+    for name in ("node_hours", "stall", "days"):
+        require(getattr(parsed, name) > 0, f"--{name.replace('_', '-')}", getattr(parsed, name), "greater than 0")
     require(min(parsed.nodes) > 0 and min(parsed.spares) >= 0, "--nodes", parsed.nodes, "positive, with spares from 0")
     detections = [times[0] for name, times in json.loads(MEASURED.read_text())[_TIMES].items() if "process" not in name]
     result = describe_run("effective training time, simulated", "", "formula of Young and Daly", ())
@@ -93,7 +96,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
             job = Job(nodes, spares, between, detections, *times)
             runs = [simulate(job, parsed.days * _DAY, random.Random(seed)) for seed in range(parsed.seeds)]
             parts = [100 * part for part, _, _ in runs]
-            without = 100 * sum(each[2] for each in runs) / sum(each[1] for each in runs)
+            without = 100 * sum(each[2] for each in runs) / max(1, sum(each[1] for each in runs))
             numbers = between / _HOUR, statistics.mean(parts), statistics.stdev(parts), 100 * job.formula(), without
             row = [nodes, spares, *(round(number, 2) for number in numbers)]
             result["results"].append(dict(zip(_COLUMNS, row, strict=True)))

@@ -187,6 +187,7 @@ def test_commands_change_save_and_continue_a_conversation(opened, calls, capsys,
         {"role": "assistant", "content": written(opened, 0)},
     ]
     assert json.loads(file.read_text()) == {"messages": [system, asked, answer], "tools": [tool]}
+    assert file.read_text().count("\n") == 1  # JSON Lines, which `prepare` reads
     first, second = (opened.tokenizer.decode(call["rows"][0]) for call in calls)
     assert '"name": "add"' in first
     assert "Be kind." in first

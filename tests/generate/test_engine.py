@@ -211,3 +211,13 @@ def test_a_step_does_not_copy_the_cache():
 @pytest.mark.parametrize(("platform", "length", "rows"), [("cpu", 64, 1), ("cuda", 2**14, 8), ("rocm", 2**14 + 1, 2)])
 def test_products_on_gpus_have_the_rows_that_xla_would_pad_them_to(platform, length, rows):
     assert least_rows(platform, length) == rows
+
+
+def test_rows_of_padding_are_fewer_once_the_cache_is_long(monkeypatch):
+    monkeypatch.setattr(module, "least_rows", lambda _, length: 8 if length < LENGTH else 2)
+    made = Engine(random_model(CONFIG), slots=1, length=1)
+    assert made.slots == 8
+    made.reserve(1, LENGTH)
+    assert made.slots == 2
+    made.reserve(3, LENGTH)
+    assert made.slots == 3

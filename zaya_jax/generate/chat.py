@@ -63,24 +63,27 @@ class Chat:
     def set_tools(self, tools: Any) -> None:
         """Offer the model other functions, see `parse_tools`; InputError if they are none."""
         try:
-            self.tools = parse_tools(tools)
-            check_pairs(self.tools, "tools")
+            parsed = parse_tools(tools)
+            check_pairs(parsed, "tools")
         except ValueError as error:
             raise InputError(f"These are no tools: {error}.") from None
+        self.tools = parsed
 
     def record(self) -> dict[str, Any]:
         """Return the conversation as a record of data, which `resume` takes."""
         return {"messages": self.conversation} | ({"tools": self.tools} if self.tools else {})
 
     def resume(self, record: Any) -> None:
-        """Continue the conversation of a record; InputError if it is none, or has text that ends a turn."""
+        """Continue the conversation of a record; InputError if it is none, or a message to the model ends a turn."""
         try:
             if isinstance(record, dict) and "messages" not in record:
                 raise ValueError("the object has no messages")
             conversation, tools = parse_record(record)
         except ValueError as error:
             raise InputError(f"This is no conversation: {error}.") from None
-        self._check([*conversation, *(tools or [])], "The conversation")
+        # A model can write the name of a special token in its answers.
+        written = [message for message in conversation if message["role"] != "assistant"]
+        self._check([*written, *(tools or [])], "The conversation")
         self.conversation, self.tools = conversation, tools
 
     def _check(self, messages: Conversation, what: str) -> None:

@@ -129,6 +129,7 @@ class Engine:
         require(slots >= 1, "slots", slots, "at least 1")
         require(1 <= length <= most, "length", length, f"from 1 to {most}, the model's positions")
         self._shards = batch_shards(self.placement.mesh)
+        self._asked = slots  # a longer cache can have fewer rows of padding
         length = min(capacity_class(length), most)
         own = max(-(-slots // self._shards), least_rows(jax.local_devices()[0].platform, length))
         slots = own * self._shards
@@ -161,7 +162,7 @@ class Engine:
         if self.busy:
             raise ValueError("An engine with requests cannot get other slots: let them end, or cancel them.")
         self._state = None
-        self._open(max(slots, self.slots), max(length, self.length))
+        self._open(max(slots, self._asked), max(length, self.length))
 
     def submit(
         self, tokens: Sequence[int], max_new_tokens: int, sampling: Sampling | None = None, *, seed: int = 0,

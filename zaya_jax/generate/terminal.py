@@ -1,5 +1,6 @@
 """Hold a conversation in the terminal: commands, answers as they are written, and how fast they were."""
 
+import json
 import re
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 from zaya_jax.errors import InputError
 from zaya_jax.generate.chat import Chat
 from zaya_jax.run.command_output import undecoded
-from zaya_jax.run.files import expanded, json_text, read_json, write_atomically
+from zaya_jax.run.files import expanded, read_json, write_atomically
 
 _COMMANDS = {
     "/help": "list the commands",
@@ -74,7 +75,7 @@ def _save(chat: Chat, path: Path) -> None:
     if path.exists() and path != chat.file:
         raise InputError(f"{path} exists. Choose another name, or remove it.")
     try:
-        write_atomically(path, json_text(chat.record()))
+        write_atomically(path, json.dumps(chat.record(), ensure_ascii=False) + "\n")  # a line, which `prepare` reads
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}.") from error
     chat.file = path
