@@ -1,5 +1,6 @@
 """The roster of a job, driven by simulated members that obey it, fail, are lost, and return."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -303,6 +304,9 @@ def test_without_a_spare_the_job_shrinks_as_its_batches_allow_and_grows_when_nod
     assert job.roster.order.runs
     job.roster.decide(job.now + 11)
     assert (job.roster.order.runs, job.roster.order.saves) == (False, True)
+    other = copy.deepcopy(job)
+    other.roster.lose(2, "it is silent", other.now)  # while the processes save, and would wait for it
+    assert (other.roster.order.is_lost, other.roster.order.saves) == (True, False)
     job.settle()
     assert (job.roster.order.code, job.roster.order.nodes) == (SupervisorExit.DONE, 4)
     assert job.roster.ranks == {0: 0, 2: 1, 1: 2, 3: 3}

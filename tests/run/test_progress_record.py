@@ -36,6 +36,18 @@ def open_record(file: int) -> ProgressRecord:
     return record_from_environment({VARIABLE: f"/proc/{os.getpid()}/fd/{file}"})
 
 
+def test_a_process_that_waited_for_its_place_has_written_as_often_as_one_that_did_not(memory):
+    """The supervisor takes the process with fewer writes for the one that hangs."""
+    writes = []
+    for waits in (False, True):
+        record = open_record(memory)
+        if waits:
+            record.restart()
+        record.enter(Phase.JOIN)
+        writes.append(read_progress(memory).writes)
+    assert writes[0] == writes[1]
+
+
 def test_an_empty_record_is_no_progress(memory):
     assert read_progress(memory) is None
 

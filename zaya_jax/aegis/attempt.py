@@ -1,6 +1,7 @@
 """One attempt: the processes from their start until all have ended, and why they failed if they did."""
 
 import dataclasses
+import math
 import signal
 import time
 from collections import deque
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis.failure import (
+    MORE_NODES,
     SUPERSEDED,
     UNKILLABLE,
     Failure,
@@ -69,6 +71,7 @@ class Attempt:
         self._lost_since = 0.0  # when a trainer ended before its command; else now
         self._is_asked = False  # whether a request to stop was passed on
         self._is_stopped = False  # whether the leader of the job has stopped this attempt
+        self._saves = False  # whether it has asked the processes to save, so that another stop can follow
         self._best_step = -1  # greatest number of steps done in this attempt
         self._written: dict[str, tuple[float, int]] = {}  # code → start of a minute, observations written in it
 
@@ -116,7 +119,7 @@ class Attempt:
         signals, lost = self._job.signals, any(rank.has_lost_trainer for rank in self._group.running)
         self._lost_since = self._lost_since if lost else now  # a script may start another one
         stop = None if self._job.member is None else self._job.member.stop
-        if stop is not None and not self._is_stopped:
+        if stop is not None and (not self._is_stopped or (self._saves and not stop.saves and not stop.is_request)):
             self._obey(stop, now)
         elif signals and not self._is_asked:
             event = self._log.write("detect", signal.Signals(signals[0]).name, fault=FaultClass.PREEMPTION)
@@ -234,7 +237,7 @@ class Attempt:
 
     def _obey(self, stop: Stop, now: float) -> None:
         """End the attempt, since the leader of the job wants that, or is lost."""
-        self._is_stopped, job = True, self._job
+        self._is_stopped, self._saves, job = True, stop.saves, self._job
         if stop.is_request:
             if not job.signals:
                 job.note_signal(signal.SIGTERM)
@@ -248,12 +251,12 @@ class Attempt:
         if not job.has_failed:
             job.detect(event)
         if all(end.outcome == 0 for end in self._group.ends):  # else they know more than the leader
-            code = "node-lost" if stop.is_lost else code
+            code = "node-lost" if stop.is_lost else MORE_NODES if stop.saves else code
             self._planned = self._planned or Failure(fault, code, rank, step, seen.text, step)
-        if stop.saves:  # more nodes are no fault
+        if stop.saves:
             self._ask_to_stop(signal.SIGTERM, event)
             return
-        self._kill_at = self._kill_at or now + self._policy.settle_seconds
+        self._kill_at = min(self._kill_at or math.inf, now + self._policy.settle_seconds)
         if stop.hang:
             self._kill(stop.text)
         elif stop.is_lost:  # the others wait for it, and their stacks say no more

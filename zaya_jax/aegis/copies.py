@@ -33,7 +33,7 @@ from zaya_jax.run.local_copies import copies_folder, part_file, remove_other_ste
 from zaya_jax.run.manifest import read_digests, read_manifest
 from zaya_jax.run.peer import Peer
 from zaya_jax.run.signals import warn
-from zaya_jax.run.writing import new_file, private_folder, resolved
+from zaya_jax.run.writing import make_folder, new_file, private_folder, resolved
 
 _EVERY = 1.0  # seconds between two looks at the newest checkpoint
 _COMPILED_EVERY = 5.0  # seconds between two looks at the compiled programs of node 0
@@ -85,6 +85,8 @@ class Copies:
         A node that `has_rank` writes its own copies from then on.
         """
         self._peers, self._gets, self._has_rank = list(peers), copies, has_rank
+        if has_rank and not copies:  # its trainer replaces what it has
+            self._target = self.held = None
 
     # What this node serves
 
@@ -180,8 +182,10 @@ class Copies:
     def _list_missing(self, step: int, folder: Path) -> dict[str, tuple[int, str]]:
         checkpoint = self._checkpoints / str(step)
         manifest = read_manifest(checkpoint)
+        if not (digests := read_digests(checkpoint, manifest)):
+            raise InputError(f"{checkpoint} has no checksums, so a copy of it cannot be verified")
         missing = {}
-        for name, parts in read_digests(checkpoint, manifest).items():
+        for name, parts in digests.items():
             bits = re.search(r"\d+", manifest.leaves[name]["dtype"])  # bool has one byte
             for span, text in parts.items():
                 elements = math.prod(axis.stop - axis.start for axis in read_slice(span))
@@ -223,6 +227,7 @@ class Copies:
         return is_right
 
     def _get_compiled(self, folder: Path) -> None:
+        make_folder(folder)
         with self._connect(self._peers[0]) as transfer:
             left = _MOST_COMPILED
             for name, size in transfer.ask_json({"step": None}, LONGEST_JSON) or ():
@@ -248,12 +253,13 @@ class Copies:
 
 def _newest(folder: Path, names: Sequence[str]) -> list[tuple[str, int]]:
     """Return names and sizes of files, the newest first."""
-    found = []
+    programs = []
     for name in names:
         with contextlib.suppress(OSError):
             status = os.stat(folder / name)
-            found.append((status.st_mtime, name, status.st_size))
-    return [(name, size) for _, name, size in sorted(found, reverse=True)]
+            if time.time() - status.st_mtime > _COMPILED_EVERY:  # so jax does not write it any more
+                programs.append((status.st_mtime, name, status.st_size))
+    return [(name, size) for _, name, size in sorted(programs, reverse=True)]
 
 
 def _is_intact(path: Path, size: int, text: str) -> bool:

@@ -62,6 +62,7 @@ class Observation:
 
 
 UNKILLABLE = "unkillable"  # code of a process that SIGKILL does not end
+MORE_NODES = "more-nodes"  # code of an attempt that ends only because more nodes can train
 SUPERSEDED = "superseded"  # code of a run that other processes have resumed
 SKIPPED = "too-many-skipped-steps"  # code of a trainer that stopped itself
 _REASONS = {

@@ -1,5 +1,6 @@
 """A supervisor's side of a job of several nodes: a thread that reports to the leader, and receives its orders."""
 
+import contextlib
 import dataclasses
 import secrets
 import select
@@ -218,7 +219,8 @@ class Member:
                 hello = self._describe()
             key = exchange_proofs(connection, self._find_secret, hello, deadline)
             if self._copies is not None and not self._copies.address:
-                self._copies.start(connection.getsockname()[0], self._secret)
+                with contextlib.suppress(OSError):  # tried again with the next connection
+                    self._copies.start(connection.getsockname()[0], self._secret)
         except BaseException as error:
             self._is_foreign = isinstance(error, NoProofError)
             connection.close()

@@ -54,7 +54,7 @@ class Rank:
         command, environment = process
         variables = {**environment, VARIABLE: path, "PYTHONUNBUFFERED": "1"}
         try:
-            # The supervisor has one thread, so running Python between fork and exec is safe.
+            # What runs between fork and exec calls prctl and getppid, and takes no lock that another thread may hold.
             self.process = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
                 list(command),
                 env=variables,

@@ -130,8 +130,8 @@ class Roster:
             return self._replaced[index][1]
         rank = self.ranks.get(index)
         copies = index in self._replacements if rank is not None else self.order.runs
-        others = [each for number, each in sorted(self.members.items()) if number != index and each.address]
-        peers = [each.address for each in others if each.index == 0 or copies]
+        numbers = sorted(self.members) if copies else [0] if 0 in self.members else []
+        peers = [self.members[each].address for each in numbers if each != index and self.members[each].address]
         return dataclasses.replace(self.order, rank=rank, peers=peers, copies=copies)
 
     def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Order | None:
@@ -210,8 +210,8 @@ class Roster:
         event = self._write("detect", "node-lost", severity=Severity.ERROR, text=text, fault="peers")
         if index == 0:
             self._end(SupervisorExit.RETRY_ELSEWHERE, f"{text} It is the leader's node.", cause=event)
-        elif rank is not None and rank not in self._finished and self.order.runs:
-            self._stop(text, cause=event, is_lost=True)
+        elif rank is not None and rank not in self._finished and (self.order.runs or self.order.saves):
+            self._stop(text, cause=event, is_lost=True, saves=False)
         self.decide(now)
 
     def end_superseded(self) -> None:

@@ -17,7 +17,7 @@ from typing import IO, TypeVar, cast
 from zaya_jax.aegis.attempt import Attempt
 from zaya_jax.aegis.decision import Decision, decide, final_code, requested_code
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import Failure, FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import MORE_NODES, Failure, FaultClass, Observation, Severity
 from zaya_jax.aegis.faults import MARKS, read_marks
 from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.member import Member
@@ -136,6 +136,8 @@ class Supervisor:
                 return code, self._stopped(f"after step {max(job.best_step, 0)}")
             if member is not None:
                 member.report(State.ENDED, text=failure.words or f"{failure.code}.", event=job.cause)
+                if failure.code == MORE_NODES:  # which is no fault
+                    continue
             decision = self._decide(failure)
             if decision.exit_code is not None:
                 return decision.exit_code, decision.reason

@@ -4,6 +4,7 @@ Each process stores the parts of the arrays on its devices; the supervisor of a 
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 
 from zaya_jax.checkpoint.digest import ArrayPart, array_digest, assemble, pieces
 from zaya_jax.run.digests import Digests, read_slice, slice_text
-from zaya_jax.run.local_copies import copies_folder, part_file, remove_other_steps
+from zaya_jax.run.local_copies import copies_folder, part_file, remove_earlier_copies, remove_other_steps
 from zaya_jax.run.writing import private_folder
 
 _THREADS = 8
@@ -53,8 +54,11 @@ class LocalCopies:
             with private_folder(self._home) as home:
                 (home / str(step)).mkdir(exist_ok=True)
                 for file, data in staged.items():
-                    np.ascontiguousarray(data).tofile(home / str(step) / file)
+                    part = home / str(step) / f"{file}.{os.getpid()}"  # other nodes get whole files only
+                    np.ascontiguousarray(data).tofile(part)
+                    part.replace(home / str(step) / file)
                 remove_other_steps(home, step)
+                remove_earlier_copies(home)
         except (OSError, ValueError) as error:  # ValueError: an invalid path
             warned, self._warned = self._warned, True
             reason = getattr(error, "strerror", None) or str(error)

@@ -6,15 +6,16 @@ A part is a slice of an array of which the checkpoint has the digest. Whoever re
 does not matter who has written a file, or whether all of it was written.
 """
 
+import contextlib
 import os
 import re
 from pathlib import Path
 
 from zaya_jax.run.digests import digest
 from zaya_jax.run.files import expanded
-from zaya_jax.run.writing import remove
+from zaya_jax.run.writing import private_folder, remove
 
-_STEP = re.compile(r"\d+(\.partial)?")  # what is removed; `.partial` is of earlier versions
+_STEP = re.compile(r"\d+(\.partial)?")  # `.partial` is of earlier versions
 
 
 def copies_folder(local_dir: str, checkpoints: Path) -> Path:
@@ -32,3 +33,12 @@ def remove_other_steps(home: Path, step: int) -> None:
     for name in os.listdir(home):
         if _STEP.fullmatch(name) and name != str(step):
             remove(home / name, ignore_errors=True)
+
+
+def remove_earlier_copies(home: Path) -> None:
+    """Remove the folders RUN-PROCESS in which earlier versions kept the copies of each process."""
+    for folder in home.parent.glob(f"{home.name}-*"):
+        if folder.name.removeprefix(f"{home.name}-").isdecimal():
+            with contextlib.suppress(OSError), private_folder(folder) as own:
+                remove_other_steps(own, -1)
+                folder.rmdir()

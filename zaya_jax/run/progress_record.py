@@ -122,8 +122,8 @@ class ProgressRecord:
     def restart(self) -> None:
         """Count the time from now on: until now this process has waited for its place in a job."""
         self._seconds, self._longest = [0.0] * len(Phase), [0.0] * len(Phase)
+        # Written by the next `enter`, as the number of writes is compared between processes.
         self._since = time.monotonic()
-        self._write()
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
