@@ -139,7 +139,12 @@ def test_a_killed_node_is_replaced_about_as_fast_as_a_killed_process(tmp_path, e
 def test_without_a_spare_the_job_shrinks_and_grows_and_its_numbers_do_not_change(tmp_path):
     """In fp64, the losses are those of one process within 1e-8."""
     steps, x64 = 400, {"JAX_ENABLE_X64": "1"}
-    overrides = [f"phases.0.tokens={steps * 192}", "evaluation.every=1000", "train.compute_dtype=float64"]
+    overrides = [
+        f"phases.0.tokens={steps * 384}",
+        "train.batch.tokens=384",
+        "evaluation.every=1000",
+        "train.compute_dtype=float64",
+    ]
     with make_nodes(3) as nodes:
         cluster = Cluster(tmp_path / "job", nodes, 3, steps, *OVERRIDES, *overrides)
         cluster.flags, cluster.environment = ["--min-nodes", "2"], x64

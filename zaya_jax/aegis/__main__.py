@@ -117,7 +117,11 @@ def _join(
     patience = float(select_preset(None if command.config is None else command.config.preset).join_seconds)
     argv = digest("\0".join(command.argv).encode(errors="surrogateescape"))
     least = options.min_nodes or command.nodes
-    job = {"nodes": command.nodes, "spares": options.spares, "min_nodes": least, "smaller": command.smaller_jobs(least)}
+    smaller = command.smaller_jobs(least)
+    if least < command.nodes and not smaller:
+        problem = f"no number of nodes from {least} on divides the batches of all phases"
+        warn(f"--min-nodes {least} changes nothing: {problem}.")
+    job = {"nodes": command.nodes, "spares": options.spares, "min_nodes": least, "smaller": smaller}
     job |= {"processes": len(command.devices), "command": argv}
     place = Place(command.node, name, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
     copies = None if command.config is None else Copies(command.config)
