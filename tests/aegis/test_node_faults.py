@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,7 +170,7 @@ def test_without_a_spare_the_job_shrinks_and_grows_and_its_numbers_do_not_change
         assert set(saved) == set(resumed)  # it grew at a checkpoint, and lost no step
         alone = Cluster(tmp_path / "alone", nodes, 3, steps, *OVERRIDES, *overrides)
         environment = {**os.environ, "XLA_FLAGS": CHEAP, "JAX_PLATFORMS": "cpu", **x64}
-        subprocess.run(alone.trainer, cwd=ROOT, env=environment, check=True, capture_output=True)
+        subprocess.run([sys.executable, *alone.trainer], cwd=ROOT, env=environment, check=True, capture_output=True)
     losses = [[json.loads(line)["loss"] for line in each.results()[1].splitlines()] for each in (cluster, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-8)
 
