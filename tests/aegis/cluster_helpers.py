@@ -27,7 +27,7 @@ OWN = f"z{os.getpid()}"  # starts the names of this process' namespaces
 POLICY = {"timeouts": {"data": 120.0, "dispatch": 120.0, "device_wait": 120.0, "floor": 120.0},
           "restart": {"per_hour": 1000, "delays": [0.0], "same_failure": 1000, "no_progress": 1000},
           "settle_seconds": 1.0}  # fmt: skip
-# Each node has a disk of its own at LOCAL and COMPILED, in the mount namespace that `ip netns exec` makes.
+# `ip netns exec` gives each node a mount namespace, in which it has private folders for local copies and programs.
 OWN_DISK = """for name in local compiled; do
   mkdir -p "$1/$0/$name" "$1/$name" && mount --bind "$1/$0/$name" "$1/$name" || exit 1
 done

@@ -28,7 +28,7 @@ SECRET = secrets.token_hex()
 
 @pytest.fixture
 def node(tmp_path, monkeypatch) -> Callable[[str], Copies]:
-    """Make a node of a run in `tmp_path/run`, with folders of its own, that serves on loopback."""
+    """Make a node of a run in `tmp_path/run`, with private folders, that serves on loopback."""
     monkeypatch.setattr(copies, "_EVERY", 0.05)
 
     def make(name: str) -> Copies:

@@ -111,7 +111,7 @@ def test_a_spare_has_the_checkpoint_the_compiled_programs_and_the_imports_of_a_n
         began = time.time()
         nodes[1].send(signal.SIGKILL)
         wait_for_attempt(cluster, 2)
-        measure("node killed, each node with compiled programs of its own", cluster, began)
+        measure("node killed, each node with a private compilation cache", cluster, began)
         assert find(nodes[3], "zaya_jax.main") == waiting
         restored = [line for line in cluster.said(nodes[0]).splitlines() if line.startswith("Restored")]
         assert len(restored) == 1

@@ -1,4 +1,4 @@
-"""Another job's fencing token is told from those that this job took itself."""
+"""The watch distinguishes another job's fencing token from those of this job."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -60,7 +60,7 @@ class Copies:
         compiled = environment.get("JAX_COMPILATION_CACHE_DIR")
         self._compiled = expanded(compiled) if compiled else None
         self._secret = ""
-        self._peers, self._gets, self._has_rank = list[str](), False, False
+        self._peers, self._copies_checkpoint, self._has_rank = list[str](), False, False
         self._target: int | None = None  # step of which this node has begun to get a copy
         self._missing: dict[str, tuple[int, str]] | None = None  # parts of it: file → bytes, digest
         self._damaged: set[tuple[str, str]] = set()  # node and part of it, not to be asked for again
@@ -84,7 +84,7 @@ class Copies:
 
         A node that `has_rank` writes its own copies from then on.
         """
-        self._peers, self._gets, self._has_rank = list(peers), copies, has_rank
+        self._peers, self._copies_checkpoint, self._has_rank = list(peers), copies, has_rank
         if has_rank and not copies:  # its trainer replaces what it has
             self._target = self.held = None
 
@@ -148,9 +148,9 @@ class Copies:
         while True:
             time.sleep(_EVERY)
             try:
-                if self._gets and (not self._has_rank or self.newest is None):
+                if self._copies_checkpoint and (not self._has_rank or self.newest is None):
                     self.newest = max(saved_steps(self._checkpoints), default=None)
-                if self._peers and self._gets and self._local is not None and self.newest is not None:
+                if self._peers and self._copies_checkpoint and self._local is not None and self.newest is not None:
                     self._get_checkpoint(self._local, self.newest)
                 if self._peers and self._compiled is not None and time.monotonic() > looked + _COMPILED_EVERY:
                     looked = time.monotonic()

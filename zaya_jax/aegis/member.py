@@ -198,7 +198,7 @@ class Member:
             select.select([channel], [], [], BEAT / 2)
             for message in channel.receive():
                 self._quiet, has_answered = 0.0, True
-                self._heed(Order(**message))
+                self._follow(Order(**message))
             if self._quiet > SILENT:
                 break
             if time.monotonic() - sent >= BEAT:
@@ -236,7 +236,7 @@ class Member:
             self._secret = secret
         return self._secret
 
-    def _heed(self, order: Order) -> None:
+    def _follow(self, order: Order) -> None:
         self._has_joined = True
         if order.code is not None:  # first, since another thread reads both
             self._ended = order.code, order.text

@@ -57,9 +57,10 @@ class Report:
     @classmethod
     def parse(cls, message: Mapping[str, Any]) -> Self:
         """Make a report from JSON; `TypeError`, `ValueError` or `KeyError` if it is of another version."""
-        samples = [Sample._make(row)._replace(phase=Phase(row[2])) for row in message["samples"] or ()]
-        known = {"samples": samples if message["samples"] is not None else None}
-        return cls(**{**message, "state": State(message["state"]), **known})
+        samples = message["samples"]
+        if samples is not None:
+            samples = [Sample._make(row)._replace(phase=Phase(row[2])) for row in samples]
+        return cls(**{**message, "state": State(message["state"]), "samples": samples})
 
 
 @dataclasses.dataclass(frozen=True)

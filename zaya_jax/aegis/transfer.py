@@ -60,11 +60,11 @@ class Transfer:
     def answer(self, find: Callable[[Mapping[str, Any]], tuple[IO[bytes], int] | None]) -> None:
         """Answer the next request with the file and the size that `find` returns; `OSError` if none comes in time."""
         self._number += 1
-        found = find(json.loads(self._receive("ask")))
-        if found is None:
+        opened = find(json.loads(self._receive("ask")))
+        if opened is None:
             self._send("size", "-1")
             return
-        file, left = found
+        file, left = opened
         with file:
             self._send("size", str(left))
             checksum = hashlib.sha256()
