@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import secrets
 import shlex
 import shutil
 import signal
@@ -34,8 +35,10 @@ from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError, Reason
 from zaya_jax.hardware.detection import select_preset
+from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.digests import digest
+from zaya_jax.run.fencing import JOB, read_token
 from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.job_secret import secret_path, share_secret
 from zaya_jax.run.options import parse_training
@@ -97,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
             stack.callback(signal.signal, number, signal.signal(number, _stop_before_start))
         if not _lock(folder, stack):
             return SupervisorExit.RETRY_ELSEWHERE
-        join = _join(command, options, node, stack) if command.nodes > 1 else None
+        join = _join(command, options, node, stack, environment) if command.nodes > 1 else None
         return Supervisor(command, policy, folder, node, environment, join).run()
 
 
@@ -109,9 +112,16 @@ def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _join(
-    command: TrainingCommand, options: argparse.Namespace, name: str, stack: contextlib.ExitStack
+    command: TrainingCommand,
+    options: argparse.Namespace,
+    name: str,
+    stack: contextlib.ExitStack,
+    environment: dict[str, str],
 ) -> Callable[[int], Member]:
-    """Return what joins the job of several nodes; node 0 listens from now on, and has the secret of the job."""
+    """Return what joins the job of several nodes; node 0 listens from now on, and has the secret of the job.
+
+    The `environment` of the processes on node 0, of which one takes the fencing token, gets a name of the job.
+    """
     coordinator = command.coordinator or ""
     host, port = leader_address(coordinator)
     patience = float(select_preset(None if command.config is None else command.config.preset).join_seconds)
@@ -129,7 +139,9 @@ def _join(
         return functools.partial(Member, place, leader=None, copies=copies)
     listeners = [stack.enter_context(each) for each in open_listeners(coordinator, patience)]
     secret = stack.enter_context(share_secret(place.secret))
-    leader = LeaderProcess(listeners, secret, command.run_dir / AEGIS, job, patience)
+    token, environment[JOB] = read_token(command.run_dir / CHECKPOINTS), secrets.token_hex(8)
+    before = 0 if token is None else token.number, environment[JOB]
+    leader = LeaderProcess(listeners, secret, command.run_dir / AEGIS, job, patience, before)
     return functools.partial(Member, place, leader=leader, copies=copies)
 
 

@@ -59,7 +59,8 @@ class Copies:
         keep_compilations(environment)
         compiled = environment.get("JAX_COMPILATION_CACHE_DIR")
         self._compiled = expanded(compiled) if compiled else None
-        self._secret = ""
+        self._secret, self._selector = "", selectors.DefaultSelector()
+        self._strangers = Strangers(self._selector, "", self._admit)  # nobody can connect yet
         self._peers, self._copies_checkpoint, self._has_rank = list[str](), False, False
         self._target: int | None = None  # step of which this node has begun to get a copy
         self._missing: dict[str, tuple[int, str]] | None = None  # parts of it: file → bytes, digest
@@ -71,8 +72,10 @@ class Copies:
         self.held: int | None = None  # the step of which this node holds all parts, verified
 
     def start(self, host: str, secret: str) -> None:
-        """Serve at this address of the node, and get what is missing from now on."""
-        self._secret = secret
+        """Serve at this address of the node, and get what is missing from now on; later calls change the secret."""
+        self._secret = self._strangers.secret = secret
+        if self.address:
+            return
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=_MOST_CONNECTIONS)
         self.address = f"{host}:{listener.getsockname()[1]}"
@@ -91,14 +94,12 @@ class Copies:
     # What this node serves
 
     def _serve(self, listener: socket.socket) -> None:
-        selector = selectors.DefaultSelector()
-        strangers = Strangers(selector, self._secret, self._admit)
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, strangers.accept)
+        self._selector.register(listener, selectors.EVENT_READ, self._strangers.accept)
         while True:
-            for key, _ in selector.select(1.0):
+            for key, _ in self._selector.select(1.0):
                 key.data(key.fileobj)
-            strangers.drop_late(_PATIENCE)
+            self._strangers.drop_late(_PATIENCE)
 
     def _admit(self, peer: Peer, hello: Mapping[str, Any], key: str) -> None:
         del hello

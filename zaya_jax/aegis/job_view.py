@@ -38,7 +38,8 @@ def format_job(run_dir: Path) -> str:
         place = "spare " if node["rank"] is None else f"rank {node['rank']}"
         step = node.get("held") if node["rank"] is None else None  # earlier versions do not write it
         held = "" if step is None else f", has the checkpoint of step {step}"
-        lines.append(f"  {place:<8} {node['name']}: {node['state']}{held}")
+        unfit = f", cannot replace a node: {text}" if (text := node.get("unfit")) else ""
+        lines.append(f"  {place:<8} {node['name']}: {node['state']}{held}{unfit}")
     lines += [f"  lost     {text}" for text in job["lost"].values()]
     if job["strangers"]:
         lines.append(f"  rejected {counted(job['strangers'], 'connection')} without the secret of the job")

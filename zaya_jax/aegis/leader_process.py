@@ -60,11 +60,18 @@ class LeaderProcess:
     """
 
     def __init__(
-        self, listeners: Sequence[socket.socket], secret: str, folder: Path, job: Mapping[str, Any], patience: float
+        self,
+        listeners: Sequence[socket.socket],
+        secret: str,
+        folder: Path,
+        job: Mapping[str, Any],
+        patience: float,
+        token: tuple[int, str],
     ) -> None:
         """Start no process yet; the arguments are those of `Leader`."""
         self._files = [listener.fileno() for listener in listeners]
         arguments = {"listeners": self._files, "folder": str(folder), "job": dict(job), "patience": patience}
+        arguments["token"] = token
         self._argv = [sys.executable, "-m", "zaya_jax.aegis.leader", json.dumps(arguments)]
         self._environment = {**os.environ, VARIABLE: secret}
         self._process: subprocess.Popen[bytes] | None = None

@@ -147,12 +147,19 @@ class Member:
         with self._lock:
             self._report = dataclasses.replace(self._report, samples=samples)
 
+    def note_unfit(self, text: str) -> None:
+        """Tell the leader why this node cannot train, as far as it knows; an empty `text` takes it back."""
+        with self._lock:
+            self._report = dataclasses.replace(self._report, unfit=printable(text, 500))
+            self._send_report()
+
     def leave(self, code: SupervisorExit, text: str) -> None:
         """Say that this supervisor ends, unless the job has ended, and wait until the others know it."""
         if self.ended is None:
             self.report(State.LEFT, code=int(code), text=text)
         self._closing.set()
-        self._thread.join(_END_SECONDS + 3 * _ANSWER)
+        if self._channel is not None or self._leader is not None:  # else its thread may wait for a node that is lost
+            self._thread.join(_END_SECONDS + 3 * _ANSWER)
 
     def _send_report(self) -> None:
         if self._channel is not None:
@@ -218,7 +225,7 @@ class Member:
             with self._lock:
                 hello = self._describe()
             key = exchange_proofs(connection, self._find_secret, hello, deadline)
-            if self._copies is not None and not self._copies.address:
+            if self._copies is not None:
                 with contextlib.suppress(OSError):  # tried again with the next connection
                     self._copies.start(connection.getsockname()[0], self._secret)
         except BaseException as error:

@@ -1,0 +1,84 @@
+"""A node that waits for a rank: it checks its devices, then starts processes that wait for their places."""
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, cast
+
+from zaya_jax.aegis.failure import FaultClass, Observation, Severity
+from zaya_jax.aegis.job_state import JobState
+from zaya_jax.aegis.processes import Process, ProcessGroup
+from zaya_jax.aegis.training_command import TrainingCommand
+from zaya_jax.run import job_secret
+from zaya_jax.run.standby import send_place
+
+_AGAIN = 600.0  # seconds until a spare that cannot train is checked again
+
+
+class Spare:
+    """The processes of a node without a rank."""
+
+    def __init__(self, job: JobState, environment: Mapping[str, str]) -> None:
+        self._job, self._environment = job, environment
+        self._group: ProcessGroup | None = None  # the check of the devices, or the processes on standby
+        self._is_checked = False  # whether the devices have passed
+        self._last = ""  # line that the group has written
+        self._next = 0.0  # when to check again, of `time.monotonic`
+
+    def keep(self, command: TrainingCommand) -> None:
+        """Start what is to run once others train, and note how it ends."""
+        if self._group is not None:
+            self._watch(self._group)
+        elif (member := self._job.member) is not None and member.is_idle_spare and time.monotonic() > self._next:
+            processes = command.standbys() if self._is_checked else [command.preflight()]
+            started = [(argv, {**self._environment, **variables}) for argv, variables in processes]
+            with contextlib.suppress(OSError):  # the machine is short of something: try again
+                self._group = ProcessGroup(started, self._job.outputs, expects_records=self._is_checked)
+
+    def _watch(self, group: ProcessGroup) -> None:
+        for _, line in group.wait(0):
+            self._last = line.decode(errors="replace").strip() or self._last
+        for output in self._job.outputs:
+            output.flush()
+        if not (ends := group.ends):
+            return
+        self.end()
+        if not self._is_checked and ends[0].status == 0:
+            self._is_checked = True
+            self._note_unfit("")
+        else:
+            what = "The processes on standby ended" if self._is_checked else "The preflight of this spare failed"
+            self._is_checked, self._next = False, time.monotonic() + _AGAIN
+            self._note_unfit(f"{what}: {self._last or ends[0].words}")
+
+    def _note_unfit(self, text: str) -> None:
+        if text:
+            seen = Observation("spare-unfit", FaultClass.CRASH, Severity.WARNING, text)
+            self._job.log.write_observation(seen)
+        if self._job.member is not None:
+            self._job.member.note_unfit(text)
+
+    def place(self, command: TrainingCommand, processes: Sequence[Process]) -> ProcessGroup | None:
+        """Give the processes on standby their places; None if there are none, or one of them has ended."""
+        group, is_ready, self._group = self._group, self._is_checked, None
+        self._is_checked, self._next = False, 0.0
+        if group is None or not is_ready:
+            self._close(group)
+            return None
+        try:
+            for rank, (argv, variables) in zip(group.ranks, processes, strict=True):
+                stdin = cast("IO[bytes]", rank.process.stdin)
+                send_place(stdin, argv[len(command.argv) :], variables[job_secret.VARIABLE])
+        except OSError:
+            group.close()
+            return None
+        return group
+
+    def end(self) -> None:
+        """End the processes."""
+        self._close(self._group)
+        self._group = None
+
+    def _close(self, group: ProcessGroup | None) -> None:
+        if group is not None:
+            group.close()
