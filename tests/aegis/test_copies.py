@@ -110,7 +110,7 @@ def test_only_copies_and_compiled_programs_are_served_and_those_of_a_node_stay(t
 
 
 def test_strangers_get_nothing_and_disturb_nothing_and_cost_little_memory(tmp_path, node, monkeypatch):
-    """Garbage, endless lines, a hello said again, hundreds that say a byte at a time, and a node that asks endlessly."""
+    """Garbage, endless lines, a hello said again, hundreds that say a byte at a time, and a node that asks for ever."""
     monkeypatch.setattr(transfer, "_SECONDS", 2.0)
     first, spare = node("a"), node("b")
     host, port = first.address.split(":")

@@ -15,7 +15,7 @@ import pytest
 from zaya_jax.aegis import leader
 from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.leader import BEAT, Leader
+from zaya_jax.aegis.leader import BEAT, Leader, Setup
 from zaya_jax.aegis.roster import Report, Roster, State
 from zaya_jax.aegis.secure_channel import SecureChannel
 from zaya_jax.run import fencing
@@ -32,7 +32,7 @@ class Led:
     def __init__(self, folder: Path, name: str, nodes: int = 1) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=nodes)
         self.job = {"nodes": nodes, "smaller": [], "spares": 0, "processes": 1, "command": "c"}
-        self.leader = Leader([self.listener], SECRET, folder, self.job, 60.0, (0, name))
+        self.leader = Leader([self.listener], SECRET, Setup(str(folder), self.job, 60.0, 0, name))
         self.thread = threading.Thread(target=self.leader.run)
         self.thread.start()
         self.channels = list[SecureChannel]()

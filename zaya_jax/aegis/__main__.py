@@ -22,6 +22,7 @@ from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
+from zaya_jax.aegis.leader import Setup
 from zaya_jax.aegis.leader_process import LeaderProcess, leader_address, open_listeners
 from zaya_jax.aegis.member import Member, Place
 from zaya_jax.aegis.policy import load_policy
@@ -140,8 +141,9 @@ def _join(
     listeners = [stack.enter_context(each) for each in open_listeners(coordinator, patience)]
     secret = stack.enter_context(share_secret(place.secret))
     token, environment[JOB] = read_token(command.run_dir / CHECKPOINTS), secrets.token_hex(8)
-    before = 0 if token is None else token.number, environment[JOB]
-    leader = LeaderProcess(listeners, secret, command.run_dir / AEGIS, job, patience, before)
+    number = 0 if token is None else token.number
+    setup = Setup(str(command.run_dir / AEGIS), job, patience, number, environment[JOB])
+    leader = LeaderProcess(listeners, secret, setup)
     return functools.partial(Member, place, leader=leader, copies=copies)
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.exit_codes import SupervisorExit
@@ -55,29 +55,29 @@ class _Connection:
     order: Order | None = None  # what was sent
 
 
+class Setup(NamedTuple):
+    """What a leader is told of its job."""
+
+    folder: str  # of its log and state
+    job: Mapping[str, Any]  # what all supervisors have in common: `nodes`, `spares`, …
+    patience: float  # seconds to wait for missing nodes; then one of the job's `smaller` numbers will do
+    token: int  # number of the run's fencing token when the job was started
+    name: str  # of the job in its own tokens
+
+
 class Leader:
     """Keeps a connection to each member, and tells the `Roster` what happens to it; `run` returns at the job's end."""
 
-    def __init__(
-        self,
-        listeners: Sequence[socket.socket],
-        secret: str,
-        folder: Path,
-        job: Mapping[str, Any],
-        patience: float,
-        token: tuple[int, str],
-    ) -> None:
-        """Listen to supervisors of a `job` (`nodes`, `spares`, …); its log and state are in `folder`.
-
-        `patience` is how long to wait for missing nodes, in seconds; then one of the job's `smaller` numbers will do.
-        `token` is the number of the run's fencing token when the job was started, and the job's name in newer ones.
-        """
-        self._folder, self._job, self._token = folder, job, token
+    def __init__(self, listeners: Sequence[socket.socket], secret: str, setup: Setup) -> None:
+        """Listen to the supervisors of a job."""
+        self._setup, self._folder, job = setup, (folder := Path(setup.folder)), setup.job
         self._files, self._log_lock = FileWorker(), contextlib.ExitStack()
         self._log = EventLog(folder, LEADER, self._files, gap=_MOST_IDS)
         self._files.submit(self._take_log)
         self._is_superseded = False
-        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write, job["smaller"])
+        self._roster = Roster(
+            job["nodes"], job["spares"], self._log.attempt, setup.patience, self._write, job["smaller"]
+        )
         self._members: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers = Strangers(self._selector, secret, self._admit)
@@ -149,7 +149,7 @@ class Leader:
             text = "A supervisor of another version of zaya_jax was rejected."
             self._reject(channel, Order(text=text, code=SupervisorExit.CONFIGURATION))
             return
-        if (rejection := self._roster.admit(report, self._job, now)) is not None:
+        if (rejection := self._roster.admit(report, self._setup.job, now)) is not None:
             self._reject(channel, rejection)
             return
         if (old := self._members.pop(report.index, None)) is not None:  # the same supervisor has connected again
@@ -198,7 +198,7 @@ class Leader:
         self._log.flush()
 
     def _look_for_another_job(self) -> None:
-        if is_superseded(self._folder.parent / CHECKPOINTS, *self._token):
+        if is_superseded(self._folder.parent / CHECKPOINTS, self._setup.token, self._setup.name):
             self._is_superseded = True
 
 
@@ -207,10 +207,8 @@ def main() -> None:
     for number in NAMES:  # which launchers send to all processes: the supervisor heeds them
         signal.signal(number, signal.SIG_IGN)
     arguments = cast("dict[str, Any]", json.loads(sys.argv[1]))
-    listeners = [socket.socket(fileno=file) for file in arguments["listeners"]]
-    secret, folder = os.environ[VARIABLE], Path(arguments["folder"])
-    number, name = arguments["token"]
-    Leader(listeners, secret, folder, arguments["job"], arguments["patience"], (number, name)).run()
+    listeners = [socket.socket(fileno=file) for file in arguments.pop("listeners")]
+    Leader(listeners, os.environ[VARIABLE], Setup(**arguments)).run()
 
 
 if __name__ == "__main__":

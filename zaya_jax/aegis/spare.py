@@ -43,28 +43,23 @@ class Spare:
         if not (ends := group.ends):
             return
         self.end()
-        if not self._is_checked and ends[0].status == 0:
-            self._is_checked = True
-            self._note_unfit("")
-        else:
-            what = "The processes on standby ended" if self._is_checked else "The preflight of this spare failed"
-            self._is_checked, self._next = False, time.monotonic() + _AGAIN
-            self._note_unfit(f"{what}: {self._last or ends[0].words}")
-
-    def _note_unfit(self, text: str) -> None:
-        if text:
-            seen = Observation("spare-unfit", FaultClass.CRASH, Severity.WARNING, text)
+        unfit, was_checked = "", self._is_checked
+        self._is_checked = not was_checked and ends[0].status == 0
+        if not self._is_checked:
+            self._next = time.monotonic() + _AGAIN
+            what = "The processes on standby ended" if was_checked else "The preflight of this spare failed"
+            unfit = f"{what}: {self._last or ends[0].words}"
+            seen = Observation("spare-unfit", FaultClass.CRASH, Severity.WARNING, unfit)
             self._job.log.write_observation(seen)
         if self._job.member is not None:
-            self._job.member.note_unfit(text)
+            self._job.member.note_unfit(unfit)
 
     def place(self, command: TrainingCommand, processes: Sequence[Process]) -> ProcessGroup | None:
         """Give the processes on standby their places; None if there are none, or one of them has ended."""
-        group, is_ready, self._group = self._group, self._is_checked, None
-        self._is_checked, self._next = False, 0.0
-        if group is None or not is_ready:
-            self._close(group)
-            return None
+        is_ready, self._is_checked, self._next = self._is_checked, False, 0.0
+        if self._group is None or not is_ready:
+            return self.end()
+        group, self._group = self._group, None
         try:
             for rank, (argv, variables) in zip(group.ranks, processes, strict=True):
                 stdin = cast("IO[bytes]", rank.process.stdin)
@@ -76,9 +71,6 @@ class Spare:
 
     def end(self) -> None:
         """End the processes."""
-        self._close(self._group)
-        self._group = None
-
-    def _close(self, group: ProcessGroup | None) -> None:
-        if group is not None:
-            group.close()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
