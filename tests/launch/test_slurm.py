@@ -1,4 +1,4 @@
-"""The script for Slurm, submitted to a real Slurm whose nodes are network namespaces. Needs root and Debian's `slurm-wlm`.
+"""The script for Slurm, submitted to a real Slurm whose nodes are network namespaces; needs root and `slurm-wlm`.
 
 The launch file starts the real supervisors and trainers, with one simulated GPU a node.
 """

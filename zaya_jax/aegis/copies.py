@@ -32,7 +32,7 @@ from zaya_jax.run.handshake import Strangers, exchange_proofs
 from zaya_jax.run.local_copies import copies_folder, part_file, remove_other_steps
 from zaya_jax.run.manifest import read_digests, read_manifest
 from zaya_jax.run.peer import Peer
-from zaya_jax.run.signals import warn
+from zaya_jax.run.signals import warn_once
 from zaya_jax.run.writing import make_folder, new_file, private_folder, resolved
 
 _EVERY = 1.0  # seconds between two looks at the newest checkpoint
@@ -42,7 +42,6 @@ _PATIENCE = 10.0  # seconds that a stranger's proof may take
 _MOST_CONNECTIONS = 16  # of other nodes at a time
 _THREADS = 4  # nodes that are asked at a time
 _MOST_COMPILED = 2**31  # bytes of compiled programs
-_MOST_REPORTS = 20  # sentences
 _PART = re.compile(r"[0-9a-f]{32}")
 _PROGRAM = re.compile(r"[\w-][\w.-]{0,254}", re.ASCII)
 _CHUNK = 2**20  # bytes
@@ -65,7 +64,6 @@ class Copies:
         self._target: int | None = None  # step of which this node has begun to get a copy
         self._missing: dict[str, tuple[int, str]] | None = None  # parts of it: file → bytes, digest
         self._damaged: set[tuple[str, str]] = set()  # node and part of it, not to be asked for again
-        self._reported: set[str] = set()
         self._connections = threading.Semaphore(_MOST_CONNECTIONS)
         self.address = ""  # where this node serves, HOST:PORT
         self.newest: int | None = None  # step of the newest checkpoint when this node last had no rank
@@ -157,7 +155,7 @@ class Copies:
                     looked = time.monotonic()
                     self._get_compiled(self._compiled)
             except (OSError, InputError, ValueError, TypeError, LookupError) as error:
-                self._report(f"Copies of other nodes cannot be used yet: {getattr(error, 'strerror', None) or error}.")
+                warn_once(f"Copies of other nodes cannot be used yet: {getattr(error, 'strerror', None) or error}.")
 
     def _get_checkpoint(self, local_dir: str, step: int) -> None:
         """Get the missing parts of a checkpoint, which those who have them may not have written yet."""
@@ -209,10 +207,10 @@ class Copies:
                     if not is_right:
                         self._damaged.add((peer, file))
                         copy = f"The copy of a part of the checkpoint of step {step} on {peer} is damaged"
-                        self._report(f"{copy}. Other nodes are asked for it, and then the shared storage.")
+                        warn_once(f"{copy}. Other nodes are asked for it, and then the shared storage.")
         except (OSError, ValueError, TypeError) as error:  # it may have ended, or replaced this checkpoint
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                self._report(f"checkpoint.local_dir ({self._local}) has no space for a whole checkpoint.")
+                warn_once(f"checkpoint.local_dir ({self._local}) has no space for a whole checkpoint.")
 
     def _get_part(self, transfer: Transfer, request: Mapping[str, Any], path: Path, size: int, text: str) -> bool:
         """Get a part; False if it is not what the checkpoint has a digest of."""
@@ -245,11 +243,6 @@ class Copies:
         with socket.create_connection((host, int(port)), timeout=_CONNECT) as connection:
             key = exchange_proofs(connection, lambda: self._secret, {}, time.monotonic() + _CONNECT)
             yield Transfer(connection, key)
-
-    def _report(self, sentence: str) -> None:
-        if sentence not in self._reported and len(self._reported) < _MOST_REPORTS:
-            self._reported.add(sentence)
-            warn(sentence)
 
 
 def _newest(folder: Path, names: Sequence[str]) -> list[tuple[str, int]]:

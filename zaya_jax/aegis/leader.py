@@ -23,7 +23,7 @@ from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.roster import Order, Report, Roster
 from zaya_jax.aegis.secure_channel import SecureChannel
-from zaya_jax.aegis.state import STATE, read_fields, write_state
+from zaya_jax.aegis.state import STATE, is_fresh, read_fields, write_state
 from zaya_jax.errors import InputError, Reason
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.fencing import is_superseded
@@ -40,7 +40,6 @@ _TICK = 0.05  # seconds between two decisions: their work grows with the nodes, 
 _PATIENCE = 10.0  # seconds that a proof may take
 _END_SECONDS = 5.0  # that members may take to read how the job ended
 _STATE_EVERY = 1.0  # seconds
-_STALE = 10.0  # seconds after which a leader that has the log but wrote no state is frozen
 _MOST_IDS = 1000  # events that a leader of another job may still write
 
 
@@ -119,8 +118,8 @@ class Leader:
             try:
                 self._log_lock.enter_context(locked(self._folder / ".lock", "The log of the job", wait=False))
             except InputError as error:
-                state = read_fields(self._folder / STATE, {"unix": int | float})
-                if error.reason is Reason.PEERS_MISSING and time.time() - state.get("unix", 0) < _STALE:
+                is_alive = is_fresh(read_fields(self._folder / STATE, {"unix": int | float}))
+                if error.reason is Reason.PEERS_MISSING and is_alive:
                     time.sleep(_STATE_EVERY)
                     continue  # else that leader is frozen, or there are no locks
             return self._log.reopen()

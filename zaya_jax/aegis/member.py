@@ -29,19 +29,6 @@ _MARGIN = 15.0  # seconds to wait longer than the leader, which knows which node
 _ANSWER = 2.0  # seconds that connecting and answering may take, each
 _RETRY = 0.2  # seconds
 _END_SECONDS = 12.0  # that the leader may take to tell the others how the job ended, and to write it
-_REQUESTS = (SupervisorExit.PREEMPTED, SupervisorExit.INTERRUPTED)
-
-
-class Stop(NamedTuple):
-    """Why the processes of this node must end."""
-
-    text: str
-    is_lost: bool  # they wait in vain for a node, so there is no evidence in them
-    is_request: bool  # the job was asked to stop, so they may save
-    event: int | None  # in the job's log
-    saves: bool = False  # they must save first, since the job continues on more nodes
-    hang: str = ""  # phase in which processes hang, if that is why
-    suspects: Sequence[int] = ()  # those of this node that seem to cause it; by their numbers here
 
 
 class Place(NamedTuple):
@@ -110,28 +97,19 @@ class Member:
         return self._ended
 
     @property
-    def stop(self) -> Stop | None:
-        """Why the attempt that runs must stop; None while it is to go on."""
+    def stop(self) -> Order | None:
+        """Why the attempt that runs must stop, with suspects by their numbers here; None while it is to go on."""
         order, report = self.order, self._report
         if (ended := self.ended) is not None:
             code, text = ended
-            return Stop(text, code == SupervisorExit.RETRY_ELSEWHERE, code in _REQUESTS, order.event)
-        if order.runs and (order.attempt, order.rank) == (report.attempt, report.rank):
-            return None
-        text = order.text if order.attempt == report.attempt else f"Attempt {order.attempt} runs without this node."
+            return Order(code=code, text=text, is_lost=code == SupervisorExit.RETRY_ELSEWHERE, event=order.event)
         if order.attempt != report.attempt:
-            return Stop(text, is_lost=True, is_request=False, event=order.event)
+            return Order(text=f"Attempt {order.attempt} runs without this node.", is_lost=True, event=order.event)
+        if order.runs and order.rank == report.rank:
+            return None
         count = self._place.job["processes"]
         own = [number % count for number in order.suspects if number // count == report.rank]
-        return Stop(
-            text,
-            order.is_lost,
-            is_request=False,
-            event=order.event,
-            saves=order.saves,
-            hang=order.hang,
-            suspects=tuple(own),
-        )
+        return dataclasses.replace(order, suspects=own)
 
     def report(self, state: State, **changes: Any) -> None:
         """Tell the leader what this node does."""

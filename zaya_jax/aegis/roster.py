@@ -83,6 +83,11 @@ class Order:
     hang: str = ""  # phase in which processes hang, if it was stopped for that
     suspects: Sequence[int] = ()  # the processes that seem to cause it; their numbers in the job
 
+    @property
+    def is_request(self) -> bool:
+        """True if the job was asked to stop, so that its processes may save."""
+        return self.code in (SupervisorExit.PREEMPTED, SupervisorExit.INTERRUPTED)
+
 
 # Writes an event to the log of the job, and returns its id.
 WriteEvent = Callable[..., int]
@@ -305,13 +310,12 @@ class Roster:
         if (hang := find_hang(samples)) is None:
             return
         nodes = {owners[number].name: owners[number].instance for number in hang.suspects}
-        text, phase = f"{hang.words.removesuffix('.')} on {_names(nodes)}.", hang.phase.name.lower()
+        text = f"{hang.words.removesuffix('.')} on {_names(nodes)}."
         if len(nodes) == 1:
             self._suspected.update(nodes.values())
-        seconds = {"detect": hang.seconds, "timeout": hang.timeout, "quiet": hang.quiet}
-        details = {"fault": "hang", "rank": hang.rank, "step": hang.step, "phase": phase, "seconds": seconds}
+        details = {"fault": "hang", "rank": hang.rank, **hang.details}
         event = self._write("detect", "hang", severity=Severity.ERROR, text=text, **details)
-        self._stop(text, cause=event, hang=phase, suspects=hang.suspects)
+        self._stop(text, cause=event, hang=hang.details["phase"], suspects=hang.suspects)
 
     def _replace_suspect(self, index: int) -> None:
         """Let a node end that seemed to cause hangs again and again, if a spare can take its rank."""

@@ -12,6 +12,7 @@ from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.run import job_secret
 from zaya_jax.run.standby import send_place
 
+_LONGEST = 900.0  # seconds that the check of the devices may take, as a sick GPU may hang
 _AGAIN = 600.0  # seconds until a spare that cannot train is checked again
 
 
@@ -22,8 +23,7 @@ class Spare:
         self._job, self._environment = job, environment
         self._group: ProcessGroup | None = None  # the check of the devices, or the processes on standby
         self._is_checked = False  # whether the devices have passed
-        self._last = ""  # line that the group has written
-        self._next = 0.0  # when to check again, of `time.monotonic`
+        self._started = self._next = 0.0  # when the group was started, and when to check again, of `time.monotonic`
 
     def keep(self, command: TrainingCommand) -> None:
         """Start what is to run once others train, and note how it ends."""
@@ -32,23 +32,27 @@ class Spare:
         elif (member := self._job.member) is not None and member.is_idle_spare and time.monotonic() > self._next:
             processes = command.standbys() if self._is_checked else [command.preflight()]
             started = [(argv, {**self._environment, **variables}) for argv, variables in processes]
+            self._started = time.monotonic()
             with contextlib.suppress(OSError):  # the machine is short of something: try again
                 self._group = ProcessGroup(started, self._job.outputs, expects_records=self._is_checked)
 
     def _watch(self, group: ProcessGroup) -> None:
-        for _, line in group.wait(0):
-            self._last = line.decode(errors="replace").strip() or self._last
+        group.wait(0)
         for output in self._job.outputs:
             output.flush()
-        if not (ends := group.ends):
+        was_checked, ends = self._is_checked, group.ends
+        if not ends and (was_checked or time.monotonic() < self._started + _LONGEST):
             return
         self.end()
-        unfit, was_checked = "", self._is_checked
-        self._is_checked = not was_checked and ends[0].status == 0
+        self._is_checked, unfit = not was_checked and bool(ends) and ends[0].status == 0, ""
         if not self._is_checked:
             self._next = time.monotonic() + _AGAIN
-            what = "The processes on standby ended" if was_checked else "The preflight of this spare failed"
-            unfit = f"{what}: {self._last or ends[0].words}"
+            last = [
+                stream.last_lines[-1].decode(errors="replace") for stream in group.ranks[0].streams if stream.last_lines
+            ]
+            how = "failed" if ends else f"did not end within {_LONGEST:g} s"
+            what = "The processes on standby ended" if was_checked else f"The preflight of this spare {how}"
+            unfit = f"{what}: {(ends and ends[0].words) or ' '.join(last)}"
             seen = Observation("spare-unfit", FaultClass.CRASH, Severity.WARNING, unfit)
             self._job.log.write_observation(seen)
         if self._job.member is not None:
