@@ -31,7 +31,7 @@ class Job:
 
     def __init__(self, nodes: int, spares: int, smaller: Sequence[int] = ()) -> None:
         self.nodes, self.spares, self.smaller, self.now = nodes, spares, smaller, 0.0
-        self.job = {**JOB, "nodes": nodes, "spares": spares}
+        self.job = {**JOB, "nodes": nodes, "spares": spares, "smaller": list(smaller)}
         self.events: list[tuple[str, str, dict]] = []
         self.logged = 0  # attempt
         self.reports: dict[int, Report] = {}  # of supervisors that run, connected or not
@@ -39,7 +39,7 @@ class Job:
         self.roster = self.lead()
 
     def lead(self) -> Roster:
-        return Roster(self.nodes, self.spares, self.logged, PATIENCE, self.write, self.smaller)
+        return Roster(self.job, self.logged, PATIENCE, self.write)
 
     def write(self, kind: str, code: str, **details: object) -> int:
         self.events.append((kind, code, details))
@@ -51,7 +51,7 @@ class Job:
 
     def come(self, index: int) -> Order | None:
         report = self.reports.setdefault(index, Report(index, f"node-{index}", f"i{index}", self.job))
-        rejection = self.roster.admit(report, self.job, self.now)
+        rejection = self.roster.admit(report, self.now)
         self.roster.decide(self.now)
         return rejection
 
@@ -246,8 +246,8 @@ def test_a_spare_replaces_the_node_that_seems_to_cause_two_hangs(spares, suspect
         assert job.roster.ranks == {0: 0, 2: 2, 3: 1}
         assert job.roster.order_for(1).code == SupervisorExit.RETRY_ELSEWHERE
         again = Report(1, "node-1", "i1", job.job)
-        assert "node-1 was replaced" in job.roster.admit(again, job.job, 0.0).text
-        assert job.roster.admit(dataclasses.replace(again, instance="new"), job.job, 0.0) is None
+        assert "node-1 was replaced" in job.roster.admit(again, 0.0).text
+        assert job.roster.admit(dataclasses.replace(again, instance="new"), 0.0) is None
         assert job.roster.order_for(1).code is None
     job.settle()
     assert job.roster.order.code == SupervisorExit.DONE
@@ -261,7 +261,7 @@ def test_at_the_end_a_replaced_node_learns_how_the_job_ended():
             job.obey(index)
     job.settle()
     again = Report(1, "node-1", "i1", job.job)
-    assert job.roster.admit(again, job.job, 0.0).code == SupervisorExit.DONE
+    assert job.roster.admit(again, 0.0).code == SupervisorExit.DONE
 
 
 def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
@@ -377,14 +377,14 @@ def test_a_job_whose_run_another_one_has_resumed_ends_once_and_is_not_requeued()
 def test_strangers_duplicates_and_latecomers_are_rejected_by_name():
     job = started()
     other = Report(1, "intruder", "another", job.job)
-    assert "intruder) was rejected: node-1 has joined as node 1" in job.roster.admit(other, job.job, 0.0).text
+    assert "intruder) was rejected: node-1 has joined as node 1" in job.roster.admit(other, 0.0).text
     outside = dataclasses.replace(other, index=4)
-    assert "numbered from 0 to 3" in job.roster.admit(outside, job.job, 0.0).text
+    assert "numbered from 0 to 3" in job.roster.admit(outside, 0.0).text
     foreign = dataclasses.replace(other, index=3, job={**job.job, "nodes": 4})
-    assert "nodes=4 instead of 3" in job.roster.admit(foreign, job.job, 0.0).text
+    assert "nodes=4 instead of 3" in job.roster.admit(foreign, 0.0).text
     assert job.roster.members[1].name == "node-1"
     job.settle()
-    assert job.roster.admit(dataclasses.replace(other, index=3), job.job, 0.0).code == SupervisorExit.DONE
+    assert job.roster.admit(dataclasses.replace(other, index=3), 0.0).code == SupervisorExit.DONE
 
 
 def test_a_restarted_leader_takes_over_what_runs():

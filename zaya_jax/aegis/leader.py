@@ -69,14 +69,12 @@ class Leader:
 
     def __init__(self, listeners: Sequence[socket.socket], secret: str, setup: Setup) -> None:
         """Listen to the supervisors of a job."""
-        self._setup, self._folder, job = setup, (folder := Path(setup.folder)), setup.job
+        self._setup, self._folder = setup, (folder := Path(setup.folder))
         self._files, self._log_lock = FileWorker(), contextlib.ExitStack()
         self._log = EventLog(folder, LEADER, self._files, gap=_MOST_IDS)
         self._files.submit(self._take_log)
         self._is_superseded = False
-        self._roster = Roster(
-            job["nodes"], job["spares"], self._log.attempt, setup.patience, self._write, job["smaller"]
-        )
+        self._roster = Roster(setup.job, self._log.attempt, setup.patience, self._write)
         self._members: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers = Strangers(self._selector, secret, self._admit)
@@ -148,7 +146,7 @@ class Leader:
             text = "A supervisor of another version of zaya_jax was rejected."
             self._reject(channel, Order(text=text, code=SupervisorExit.CONFIGURATION))
             return
-        if (rejection := self._roster.admit(report, self._setup.job, now)) is not None:
+        if (rejection := self._roster.admit(report, now)) is not None:
             self._reject(channel, rejection)
             return
         if (old := self._members.pop(report.index, None)) is not None:  # the same supervisor has connected again

@@ -96,26 +96,19 @@ WriteEvent = Callable[..., int]
 class Roster:
     """Decides which node has which rank, when an attempt starts and stops, and when the job ends."""
 
-    def __init__(
-        self,
-        nodes: int,
-        spares: int,
-        attempt: int,
-        patience: float,
-        write: WriteEvent,
-        smaller: Sequence[int] = (),
-    ) -> None:
-        """Wait for `nodes` and `spares`; the last of earlier attempts was `attempt`.
+    def __init__(self, job: Mapping[str, Any], attempt: int, patience: float, write: WriteEvent) -> None:
+        """Wait for the `nodes` and `spares` of a `job`; the last of earlier attempts was `attempt`.
 
         `patience` is how long to wait for nodes that are missing before the first attempt, in seconds; then one of the
-        `smaller` numbers will do.
+        `smaller` numbers of the job will do.
         """
-        self._nodes, self._spares, self._patience, self._write = nodes, spares, patience, write
-        self._sizes = sorted({nodes, *smaller}, reverse=True)  # numbers of nodes that may train
+        self._job, self._patience, self._write = job, patience, write
+        self._nodes, self._spares = job["nodes"], job["spares"]
+        self._sizes = sorted({self._nodes, *job["smaller"]}, reverse=True)  # numbers of nodes that may train
         self.members: dict[int, Report] = {}
         self.lost: dict[int, str] = {}  # index → sentence
         self.ranks: dict[int, int] = {}  # of the nodes in this attempt, or before it the last one; by index
-        self.order = Order(attempt, nodes=nodes)  # for all, without a rank
+        self.order = Order(attempt, nodes=self._nodes)  # for all, without a rank
         self._replacements: set[int] = set()  # nodes that have a rank in this attempt and had none before
         self._finished: set[int] = set()  # ranks
         self._incomplete_since: float | None = None  # while an attempt that this leader did not start lacks ranks
@@ -141,10 +134,10 @@ class Roster:
         peers = [self.members[each].address for each in numbers if each != index and self.members[each].address]
         return dataclasses.replace(self.order, rank=rank, peers=peers, copies=copies)
 
-    def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Order | None:
-        """Add a member of the `job`, or return the order with which it is rejected."""
+    def admit(self, report: Report, now: float) -> Order | None:
+        """Add a member of the job, or return the order with which it is rejected."""
         other = self.members.get(report.index)
-        pairs = [(key, report.job.get(key), value) for key, value in job.items()]
+        pairs = [(key, report.job.get(key), value) for key, value in self._job.items()]
         differing = [f"{key}={its!r} instead of {value!r}" for key, its, value in pairs if its != value]
         if self.has_ended:
             return self.order
