@@ -116,7 +116,9 @@ class Member:
         if "text" in changes:
             changes["text"] = printable(changes["text"], 500)
         with self._lock:
-            unsaid = {"text": "", "event": None, "samples": None}
+            unsaid = {"samples": None}
+            if state is not State.READY:  # a restarted leader may not know yet why the attempt failed
+                unsaid |= {"text": "", "event": None}
             self._report = dataclasses.replace(self._report, **(unsaid | changes), state=state)
             self._send_report()
 
