@@ -22,7 +22,7 @@ from zaya_jax.aegis.training_command import TrainingCommand, read_command
 def job(tmp_path) -> JobState:
     made = JobState(tmp_path, "node", Policy(), Timeouts(Policy().timeouts, tmp_path, "command"))
     made.said = []
-    made.member = SimpleNamespace(is_idle_spare=True, note_unfit=made.said.append)
+    made.member = SimpleNamespace(is_idle_spare=True, note=lambda **changes: made.said.append(changes["unfit"]))
     return made
 
 

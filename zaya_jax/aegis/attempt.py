@@ -224,7 +224,7 @@ class Attempt:
     def _find_hang(self) -> Failure | None:
         samples = self._hangs.look([rank for rank in self._group.running if not rank.outlives_trainer])
         if (member := self._job.member) is not None:  # the leader sees the processes of all nodes
-            member.note_samples(samples)
+            member.note(samples=samples)
             return None
         hang = find_hang(samples)
         if hang is None:

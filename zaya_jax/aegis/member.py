@@ -8,13 +8,12 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.aegis.copies import Copies
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.hang import Sample
 from zaya_jax.aegis.leader import BEAT, SILENT
 from zaya_jax.aegis.leader_process import LeaderProcess
 from zaya_jax.aegis.roster import Order, Report, State
@@ -122,16 +121,10 @@ class Member:
             self._report = dataclasses.replace(self._report, **(unsaid | changes), state=state)
             self._send_report()
 
-    def note_samples(self, samples: Sequence[Sample]) -> None:
-        """Tell the leader with the next message how far the processes of this node are."""
+    def note(self, **changes: Any) -> None:
+        """Change what the next message tells the leader: `samples` of the processes, or why this node is `unfit`."""
         with self._lock:
-            self._report = dataclasses.replace(self._report, samples=samples)
-
-    def note_unfit(self, text: str) -> None:
-        """Tell the leader why this node cannot train, as far as it knows; an empty `text` takes it back."""
-        with self._lock:
-            self._report = dataclasses.replace(self._report, unfit=printable(text, 500))
-            self._send_report()
+            self._report = dataclasses.replace(self._report, **changes)
 
     def leave(self, code: SupervisorExit, text: str) -> None:
         """Say that this supervisor ends, unless the job has ended, and wait until the others know it."""

@@ -55,8 +55,9 @@ class Spare:
             unfit = f"{what}: {(ends and ends[0].words) or ' '.join(last)}"
             seen = Observation("spare-unfit", FaultClass.CRASH, Severity.WARNING, unfit)
             self._job.log.write_observation(seen)
+            unfit = seen.text  # short, and printable
         if self._job.member is not None:
-            self._job.member.note_unfit(unfit)
+            self._job.member.note(unfit=unfit)
 
     def place(self, command: TrainingCommand, processes: Sequence[Process]) -> ProcessGroup | None:
         """Give the processes on standby their places; None if there are none, or one of them has ended."""
