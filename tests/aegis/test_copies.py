@@ -1,9 +1,11 @@
 """Copies between nodes: what arrives is what the checkpoint has digests of, whoever sends what."""
 
 import contextlib
+import io
 import json
 import os
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -104,9 +106,30 @@ def test_only_copies_and_compiled_programs_are_served_and_those_of_a_node_stay(t
     assert (tmp_path / "b" / "compiled" / "jit_step-1-cache").read_text() == "own"
     assert not (tmp_path / "b" / "compiled" / ".hidden").exists()
     with second._connect(first.address) as transfer:
-        for request in ({"step": None, "file": "../secret"}, {"step": None, "file": "folder"},
+        for request in ({"step": None, "file": "../../secret"}, {"step": None, "file": "folder"},
                         {"step": 1, "file": "0" * 32}, {"step": 7}):  # fmt: skip
             assert transfer.ask_json(request, 100) is None
+
+
+def test_a_node_that_lies_about_names_writes_nothing_elsewhere(tmp_path, node):
+    first, second = node("a"), node("b")
+    listed = json.dumps([["../stolen", 1], ["/stolen", 1], ["jit_step", 1]]).encode()
+    first._find = lambda request: (io.BytesIO(sent := b"x" if "file" in request else listed), len(sent))
+    second.follow([first.address], copies=False, has_rank=True)
+    until((tmp_path / "b" / "compiled" / "jit_step").exists)
+    assert not (tmp_path / "b" / "stolen").exists()
+
+
+def test_a_node_replaces_its_own_damaged_copy(tmp_path, node, used):
+    first, spare = node("a"), node("b")
+    save_on(tmp_path, "a")
+    copied = copy_on(tmp_path, "a", 1)
+    shutil.copytree(copied.parent, tmp_path / "b" / copied.parent.name)
+    flip(largest(copy_on(tmp_path, "b", 1)), 5)
+    spare.follow([first.address], copies=True, has_rank=False)
+    until(lambda: spare.held == 1)
+    assert restored(tmp_path, run=CHECKPOINTS, node="b") == 1
+    assert used == []
 
 
 def test_strangers_get_nothing_and_disturb_nothing_and_cost_little_memory(tmp_path, node, monkeypatch):

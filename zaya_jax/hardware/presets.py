@@ -96,15 +96,12 @@ _COLLECTIVES = (
         "too",
     ),
 )
-# Not for all programs: with context parallelism, pipelined gathers would be taken out of the loop over micro-batches;
-# and the estimator only where the layers gather, since with `gradient_reduction: micro_batch` a step takes longer.
+# Not for all programs: with context parallelism, pipelined gathers would be taken out of the loop over micro-batches.
 _PIPELINED, *_ = _settings(
     _TOOLBOX, "--xla_gpu_enable_pipelined_all_gather=true", "gathers the next layer while one is computed"
 )
-_ANALYTICAL, _DOUBLED = _settings(
+_DOUBLED, *_ = _settings(
     _XLA,
-    "--xla_gpu_enable_analytical_latency_estimator=true",
-    "estimates how long a gather takes, and starts it early enough",
     "--xla_gpu_enable_while_loop_double_buffering=true",
     "an iteration of the loop computes two layers, so gathered ones need no copy",
 )
@@ -146,10 +143,10 @@ def _gpu(name: str) -> Preset:
     """Make the preset of a GPU from its data sheet, its vendor's settings and its own."""
     hopper, memory = HARDWARE[name].switched, f"XLA_PYTHON_CLIENT_MEM_FRACTION={HARDWARE[name].memory_fraction:g}"
     vendor = (*(_HOPPER if hopper else _AMD), *_settings(_TOOLBOX if hopper else _PRIMUS, memory, _FRACTION))
-    fsdp, single = ((_PIPELINED, _DOUBLED), _PIPELINED) if hopper else ((_PIPELINED, _ANALYTICAL), _ANALYTICAL)
+    fsdp, one_micro_batch = ((_PIPELINED, _DOUBLED), (_PIPELINED,)) if hopper else ((_PIPELINED,), ())
     # Machines of a job pull containers and start at different times. The peer timeout exceeds the network's 2 minutes
     # of retries, so network errors are reported first.
-    return Preset(name, (*_COLLECTIVES, *vendor, *_OWN.get(name, ())), 600, 180, fsdp, (single,))
+    return Preset(name, (*_COLLECTIVES, *vendor, *_OWN.get(name, ())), 600, 180, fsdp, one_micro_batch)
 
 
 PRESETS = {"cpu": Preset("cpu", (), join_seconds=120, peer_timeout=60), **{name: _gpu(name) for name in HARDWARE}}

@@ -204,7 +204,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
         return False
     if read_manifest(output, remedy(output)).inputs == plan["digest"]:
         return True
-    other = "data prepared from different inputs or settings"
+    other = "data prepared from different inputs or settings, or by another version"
     raise InputError(f"The folder {output} contains {other}; choose another --output.")
 
 
@@ -230,7 +230,7 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
     if differing := [key for key, value in plan.items() if saved.get(key) != value]:
         key = differing[0]
         if key in ("files", "digest"):
-            difference = "different input files: a name, size or time has changed"
+            difference = "different input files, or by another version: a name, size, time or format has changed"
         else:
             option = _OPTIONS.get(key, f"--{key}")
             difference = f"a different {option}: {shown(saved.get(key))}, now {shown(plan[key])}"
