@@ -12,18 +12,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.test_local import largest, restored, save, used
 from tests.checkpoint.test_restore import flip
-from zaya_jax.aegis import copies
+from zaya_jax.aegis import copies, transfer
 from zaya_jax.aegis.copies import Copies
 from zaya_jax.aegis.transfer import Transfer
 from zaya_jax.config import load_config
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.handshake import exchange_proofs
+from zaya_jax.run.job_secret import prove
 
 assert used  # a fixture
 SECRET = secrets.token_hex()
@@ -130,19 +132,50 @@ def test_a_node_replaces_its_own_damaged_copy(tmp_path, node, used):
     assert used == []
 
 
-def test_strangers_get_nothing_and_disturb_nothing(tmp_path, node):
+def test_strangers_get_nothing_and_disturb_nothing_and_cost_little_memory(tmp_path, node, monkeypatch):
+    """Garbage, endless lines, a hello said again, hundreds that say a byte at a time, and a node that asks for ever."""
+    monkeypatch.setattr(transfer, "_SECONDS", 2.0)
     first, spare = node("a"), node("b")
     host, port = first.address.split(":")
     save_on(tmp_path, "a")
+    body = json.dumps({"nonce": secrets.token_hex(16)})
+    recorded = f"{body} {prove(SECRET, 'enter', secrets.token_hex(16), body)}\n".encode()  # to another challenge
+    before = psutil.Process().memory_info().rss
     with contextlib.ExitStack() as stack:
-        for number in range(100):
-            stranger = stack.enter_context(socket.create_connection((host, int(port))))
+        held = []
+        for number in range(300):
+            stranger = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            held.append(stranger)
             with contextlib.suppress(OSError):
-                stranger.sendall([b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b"{} 00\n", b""][number % 4])
+                stranger.sendall([b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, recorded, b"{", b"{"][number % 5])
+            for slow in held[-100:]:
+                with contextlib.suppress(OSError):
+                    slow.send(b"{")
+        for request in (b"9" * 10**6, b"0 {}\n", b"\n" * 100):
+            member = stack.enter_context(socket.create_connection((host, int(port)), timeout=5))
+            exchange_proofs(member, lambda: SECRET, {}, time.monotonic() + 5)
+            with contextlib.suppress(OSError):
+                member.sendall(request)
+                while member.recv(2**16):
+                    pass
         with socket.create_connection((host, int(port))) as foreign, pytest.raises(OSError, match="another secret"):
             exchange_proofs(foreign, lambda: "other", {}, time.monotonic() + 5)
         spare.follow([first.address], copies=True, has_rank=False)
         until(lambda: spare.held == 1)
+        assert psutil.Process().memory_info().rss - before < 50e6
+
+
+def test_a_new_secret_of_the_job_is_the_one_that_counts(tmp_path, node):
+    first, spare = node("a"), node("b")
+    save_on(tmp_path, "a")
+    address, other = first.address, secrets.token_hex()
+    first.start("127.0.0.1", other)
+    assert first.address == address
+    with pytest.raises(OSError, match="another secret"), spare._connect(address):
+        pass
+    spare.start("127.0.0.1", other)
+    spare.follow([address], copies=True, has_rank=False)
+    until(lambda: spare.held == 1)
 
 
 @given(st.binary(max_size=300), st.integers(0, 10**6), st.integers(0, 7), st.booleans())

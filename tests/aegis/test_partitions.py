@@ -82,3 +82,35 @@ def test_after_a_partition_never_two_processes_write(tmp_path, seed):
         assert log.late_writes(AT_ONCE) == []
         print({"processes that took a token": len(log.takers()), "writes": len(log.writes)}, flush=True)
         assert len(log.takers()) >= ROUNDS
+
+
+def test_the_leaders_node_is_cut_off_while_its_supervisor_is_frozen(tmp_path):
+    """Its leader and its process 0 still run, and nobody there can stop them."""
+    checkpoints = tmp_path / "run" / CHECKPOINTS
+    checkpoints.mkdir(parents=True)
+    with make_nodes(4) as nodes, StorageLog([checkpoints.parent, checkpoints]) as log:
+        cluster = Cluster(tmp_path, nodes, 2, 0)
+        cluster.trainer = [str(ROOT / "tests/aegis/fenced_trainer.py"), str(cluster.run_dir)]
+        job, (old, *others) = Partitioned(cluster, log), nodes
+        job.start(nodes)
+        assert old.process is not None
+        old.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        old.cut(others, sends=False, receives=False)
+        assert cluster.wait(others, 30) == [75] * 3
+        stopped = time.monotonic() - began
+        print({"all others stopped": round(stopped, 2)}, flush=True)
+        assert stopped < 10
+        assert all(cluster.said(node).count("Exit code 75.") == 1 for node in others)
+        job.start(others)
+        time.sleep(15)  # so the old process 0, which nobody stops, looks at its token
+        assert log.late_writes(AT_ONCE) == []
+        old.process.send_signal(signal.SIGCONT)
+        code = cluster.wait([old], 60)
+        print({"the frozen supervisor ended with": code}, flush=True)
+        assert code[0] in (75, 96)
+        assert old.pids == []
+        assert log.late_writes(AT_ONCE) == []
+        old.wires.mend()
+        others[0].process.send_signal(signal.SIGTERM)
+        assert cluster.wait(others) == [85] * 3

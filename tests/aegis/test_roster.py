@@ -14,7 +14,7 @@ from zaya_jax.aegis.roster import Order, Report, Roster, State
 from zaya_jax.run.progress_record import Phase
 
 JOB = {"nodes": 3, "spares": 1, "processes": 2, "command": "c"}
-PATIENCE, RETURN = 100.0, 60.0  # seconds
+PATIENCE, RETURN, GATHER = 100.0, 60.0, 10.0  # seconds
 
 
 def goes_to(order: Order, report: Report) -> bool:
@@ -31,7 +31,7 @@ class Job:
 
     def __init__(self, nodes: int, spares: int, smaller: Sequence[int] = ()) -> None:
         self.nodes, self.spares, self.smaller, self.now = nodes, spares, smaller, 0.0
-        self.job = {**JOB, "nodes": nodes, "spares": spares}
+        self.job = {**JOB, "nodes": nodes, "spares": spares, "smaller": list(smaller)}
         self.events: list[tuple[str, str, dict]] = []
         self.logged = 0  # attempt
         self.reports: dict[int, Report] = {}  # of supervisors that run, connected or not
@@ -39,7 +39,7 @@ class Job:
         self.roster = self.lead()
 
     def lead(self) -> Roster:
-        return Roster(self.nodes, self.spares, self.logged, PATIENCE, self.write, self.smaller)
+        return Roster(self.job, self.logged, PATIENCE, self.write)
 
     def write(self, kind: str, code: str, **details: object) -> int:
         self.events.append((kind, code, details))
@@ -51,12 +51,19 @@ class Job:
 
     def come(self, index: int) -> Order | None:
         report = self.reports.setdefault(index, Report(index, f"node-{index}", f"i{index}", self.job))
-        return self.roster.admit(report, self.job, self.now)
+        rejection = self.roster.admit(report, self.now)
+        self.roster.decide(self.now)
+        return rejection
+
+    def lose(self, index: int, why: str = "it is silent") -> None:
+        self.roster.lose(index, why)
+        self.roster.decide(self.now)
 
     def say(self, index: int, state: State, **changes: object) -> None:
         self.reports[index] = dataclasses.replace(self.reports[index], state=state, **changes)
         if index in self.roster.members:
-            self.roster.observe(self.reports[index], self.now)
+            self.roster.observe(self.reports[index])
+            self.roster.decide(self.now)
 
     def obey(self, index: int) -> None:
         """Do what the newest order says, as `Member` and the supervisor do."""
@@ -70,7 +77,8 @@ class Job:
         elif report.state is State.ENDED:
             self.say(index, State.READY)
         elif report.state is not State.RUNNING and goes_to(order, report):
-            self.say(index, State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes)
+            place = {"attempt": order.attempt, "rank": order.rank, "nodes": order.nodes}
+            self.say(index, State.RUNNING, **place, samples=None)
 
     def hang(self, index: int) -> None:
         """All processes of the attempt wait for the second one of a node."""
@@ -133,7 +141,7 @@ def started(nodes: int = 3, spares: int = 1, smaller: Sequence[int] = ()) -> Job
 def test_the_first_nodes_get_the_ranks_and_a_spare_that_of_a_lost_node():
     job = started()
     assert job.roster.ranks == {0: 0, 1: 1, 2: 2}
-    job.roster.lose(1, "its connection closed", job.now)
+    job.lose(1, "its connection closed")
     assert (job.roster.order.runs, job.roster.order.is_lost) == (False, True)
     for _ in range(2):
         for index in (0, 2):
@@ -157,7 +165,7 @@ def test_an_attempt_has_a_greater_number_than_any_that_a_node_knows():
 
 def test_nobody_starts_while_a_process_of_the_attempt_before_may_run():
     job = started()
-    job.roster.lose(1, "it is silent", job.now)
+    job.lose(1)
     job.obey(0)
     job.obey(0)
     assert job.reports[0].state is State.READY
@@ -238,8 +246,8 @@ def test_a_spare_replaces_the_node_that_seems_to_cause_two_hangs(spares, suspect
         assert job.roster.ranks == {0: 0, 2: 2, 3: 1}
         assert job.roster.order_for(1).code == SupervisorExit.RETRY_ELSEWHERE
         again = Report(1, "node-1", "i1", job.job)
-        assert "node-1 was replaced" in job.roster.admit(again, job.job, 0.0).text
-        assert job.roster.admit(dataclasses.replace(again, instance="new"), job.job, 0.0) is None
+        assert "node-1 was replaced" in job.roster.admit(again, 0.0).text
+        assert job.roster.admit(dataclasses.replace(again, instance="new"), 0.0) is None
         assert job.roster.order_for(1).code is None
     job.settle()
     assert job.roster.order.code == SupervisorExit.DONE
@@ -253,12 +261,12 @@ def test_at_the_end_a_replaced_node_learns_how_the_job_ended():
             job.obey(index)
     job.settle()
     again = Report(1, "node-1", "i1", job.job)
-    assert job.roster.admit(again, job.job, 0.0).code == SupervisorExit.DONE
+    assert job.roster.admit(again, 0.0).code == SupervisorExit.DONE
 
 
 def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
     job = started(2, 0)
-    job.roster.lose(1, "it is silent", job.now)
+    job.lose(1)
     for _ in range(2):
         job.obey(0)
     job.roster.decide(job.now + RETURN - 1)
@@ -268,7 +276,7 @@ def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
     assert (job.roster.order.runs, job.roster.order.attempt) == (True, 2)
     for index in (0, 1):
         job.obey(index)
-    job.roster.lose(1, "it is silent", job.now)
+    job.lose(1)
     for _ in range(2):
         job.obey(0)
     job.roster.decide(job.now)
@@ -280,7 +288,7 @@ def test_without_a_spare_the_job_waits_for_a_node_and_then_asks_for_others():
 
 def test_without_a_spare_the_job_shrinks_as_its_batches_allow_and_grows_when_nodes_return():
     job = started(4, 0, smaller=(2, 1))
-    job.roster.lose(1, "it is silent", job.now)
+    job.lose(1)
     for index in (0, 2, 3, 0, 2, 3):
         job.obey(index)
     job.roster.decide(job.now)
@@ -305,7 +313,7 @@ def test_without_a_spare_the_job_shrinks_as_its_batches_allow_and_grows_when_nod
     job.roster.decide(job.now + 11)
     assert (job.roster.order.runs, job.roster.order.saves) == (False, True)
     other = copy.deepcopy(job)
-    other.roster.lose(2, "it is silent", other.now)  # while the processes save, and would wait for it
+    other.lose(2)  # while the processes save, and would wait for it
     assert (other.roster.order.is_lost, other.roster.order.saves) == (True, False)
     job.settle()
     assert (job.roster.order.code, job.roster.order.nodes) == (SupervisorExit.DONE, 4)
@@ -314,7 +322,7 @@ def test_without_a_spare_the_job_shrinks_as_its_batches_allow_and_grows_when_nod
 
 def test_a_restarted_leader_knows_how_many_nodes_train():
     job = started(3, 0, smaller=(2,))
-    job.roster.lose(1, "it is silent", job.now)
+    job.lose(1)
     for index in (0, 2, 0, 2):
         job.obey(index)
     job.roster.decide(job.now)
@@ -335,7 +343,7 @@ def test_a_node_that_replaces_another_and_a_spare_get_copies_from_all():
     assert [job.roster.order_for(index).copies for index in range(4)] == [False, False, False, True]
     assert list(job.roster.order_for(3).peers) == ["h0:1", "h1:1", "h2:1"]
     assert list(job.roster.order_for(1).peers) == ["h0:1"]
-    job.roster.lose(1, "its connection closed", job.now)
+    job.lose(1, "its connection closed")
     for index in (0, 2, 0, 2):
         job.obey(index)
     assert [job.roster.order_for(index).copies for index in (0, 2, 3)] == [False, False, True]
@@ -354,7 +362,7 @@ def test_before_the_first_attempt_the_job_waits_for_the_join_timeout():
 
 def test_the_loss_of_the_leaders_node_ends_the_job():
     job = started()
-    job.roster.lose(0, "it is silent", job.now)
+    job.lose(0)
     assert job.roster.order.code == SupervisorExit.RETRY_ELSEWHERE
 
 
@@ -369,14 +377,14 @@ def test_a_job_whose_run_another_one_has_resumed_ends_once_and_is_not_requeued()
 def test_strangers_duplicates_and_latecomers_are_rejected_by_name():
     job = started()
     other = Report(1, "intruder", "another", job.job)
-    assert "intruder) was rejected: node-1 has joined as node 1" in job.roster.admit(other, job.job, 0.0).text
+    assert "intruder) was rejected: node-1 has joined as node 1" in job.roster.admit(other, 0.0).text
     outside = dataclasses.replace(other, index=4)
-    assert "numbered from 0 to 3" in job.roster.admit(outside, job.job, 0.0).text
+    assert "numbered from 0 to 3" in job.roster.admit(outside, 0.0).text
     foreign = dataclasses.replace(other, index=3, job={**job.job, "nodes": 4})
-    assert "nodes=4 instead of 3" in job.roster.admit(foreign, job.job, 0.0).text
+    assert "nodes=4 instead of 3" in job.roster.admit(foreign, 0.0).text
     assert job.roster.members[1].name == "node-1"
     job.settle()
-    assert job.roster.admit(dataclasses.replace(other, index=3), job.job, 0.0).code == SupervisorExit.DONE
+    assert job.roster.admit(dataclasses.replace(other, index=3), 0.0).code == SupervisorExit.DONE
 
 
 def test_a_restarted_leader_takes_over_what_runs():
@@ -405,7 +413,53 @@ def test_a_restarted_leader_replaces_a_node_that_does_not_return():
     assert job.roster.ranks == {0: 0, 3: 1, 2: 2}
 
 
-FAULTS = ["come", "obey", "obey", "obey", "lose", "fail", "hang", "finish", "wait", "lead", "die", "leave"]
+@pytest.mark.parametrize("rejoined", [(0, 2), (2, 0)])
+def test_a_leader_restarted_between_two_attempts_waits_for_no_more_nodes_than_the_last_had(rejoined):
+    job = started(3, 0, smaller=(2,))
+    job.lose(1)
+    for index in (0, 2, 0, 2):
+        job.obey(index)
+    job.roster.decide(job.now)
+    job.roster.decide(job.now + RETURN)
+    for index in (0, 2):
+        job.obey(index)
+    job.say(2, State.ENDED, text="a crash")
+    job.obey(0)
+    job.roster = job.lead()
+    for index in rejoined:
+        job.come(index)
+    for index in (0, 2):
+        job.obey(index)
+    job.roster.decide(job.now)
+    job.roster.decide(job.now + GATHER)
+    assert (job.roster.order.runs, job.roster.order.nodes, job.roster.order.attempt) == (True, 2, 3)
+
+
+def test_a_spare_that_cannot_train_is_named_at_once_and_not_chosen_until_it_can():
+    job = started(3, 2)
+    job.say(3, State.READY, unfit="Its GPU is lost.")
+    job.say(3, State.READY, unfit="Its GPU is lost.")
+    [detected] = [details for _, code, details in job.events if code == "node-unfit"]
+    assert detected["text"] == "node-3 cannot replace another node: Its GPU is lost."
+    assert job.roster.order.runs
+    for lost, expected in ((1, {0: 0, 2: 2, 4: 1}), (2, None)):
+        job.lose(lost)
+        for index in [*job.roster.members] * 3:
+            job.obey(index)
+        assert (job.roster.ranks if job.roster.order.runs else None) == expected
+    job.say(3, State.READY, unfit="")
+    assert job.roster.ranks == {0: 0, 3: 2, 4: 1}
+    job.lose(4)
+    job.say(3, State.READY, unfit="Its GPU is lost.")
+    job.obey(0)
+    job.obey(0)
+    job.roster.decide(job.now)
+    job.roster.decide(job.now + RETURN)
+    assert job.roster.order.code == SupervisorExit.RETRY_ELSEWHERE
+    assert "node-3: Its GPU is lost." in job.roster.order.text
+
+
+FAULTS = ["come", "obey", "obey", "obey", "lose", "fail", "hang", "finish", "wait", "lead", "die", "leave", "unfit"]
 STEPS = st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4)), max_size=60)
 
 
@@ -426,7 +480,7 @@ def test_after_any_faults_the_job_ends_and_no_rank_is_ever_given_twice(nodes, sp
         elif name == "obey" and is_member and not has_ended:
             job.obey(index)
         elif name == "lose":
-            job.roster.lose(index, "it is silent", job.now)
+            job.lose(index)
         elif name == "fail" and runs:
             job.say(index, State.ENDED, text="a crash")
         elif name == "finish" and runs:
@@ -437,8 +491,10 @@ def test_after_any_faults_the_job_ends_and_no_rank_is_ever_given_twice(nodes, sp
         elif name == "lead" and not has_ended:
             job.roster = job.lead()
         elif name == "die":
-            job.roster.lose(index, "its connection closed", job.now)
+            job.lose(index, "its connection closed")
             job.reports.pop(index, None)
+        elif name == "unfit" and is_member and job.reports[index].state is State.READY:
+            job.say(index, State.READY, unfit="" if job.reports[index].unfit else "A GPU failed.")
         elif name == "leave" and is_member and index:
             job.say(index, State.LEFT, code=75, text="A GPU failed.")
             del job.reports[index]

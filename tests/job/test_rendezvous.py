@@ -240,7 +240,7 @@ def test_the_port_is_free_while_connections_are_open():
         other.send("still open")
         time.sleep(0.1)
         assert (server.receive() or [])[-1:] == ["still open"]
-    threading.Thread(target=end_connections, args=([server], "farewell", 5)).start()
+    threading.Thread(target=end_connections, args=([server], 5, "farewell")).start()
     time.sleep(0.1)
     assert other.receive() == ["farewell"]
     assert other.receive() is None

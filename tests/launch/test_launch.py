@@ -309,5 +309,5 @@ def test_the_commands_of_the_manual_are_accepted(tmp_path, capsys, monkeypatch):
             assert (dash, module) == ("-m", "zaya_jax.main")
             assert main([*arguments, "--print-config"]) == 0
             assert "num_experts" in capsys.readouterr().out
-    for path in re.findall(r"\b(?:launch|containers|configs)/[\w.]+\w", manual):
+    for path in re.findall(r"(?<!/)\b(?:launch|containers|configs)/[\w.]+\w", manual):
         assert (ROOT / path).is_file(), path

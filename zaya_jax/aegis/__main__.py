@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import secrets
 import shlex
 import shutil
 import signal
@@ -21,6 +22,7 @@ from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.faults import parse_fault
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
+from zaya_jax.aegis.leader import Setup
 from zaya_jax.aegis.leader_process import LeaderProcess, leader_address, open_listeners
 from zaya_jax.aegis.member import Member, Place
 from zaya_jax.aegis.policy import load_policy
@@ -34,8 +36,10 @@ from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError, Reason
 from zaya_jax.hardware.detection import select_preset
+from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.digests import digest
+from zaya_jax.run.fencing import JOB, read_token
 from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.job_secret import secret_path, share_secret
 from zaya_jax.run.options import parse_training
@@ -92,12 +96,13 @@ def _run(options: argparse.Namespace) -> int:
     node = os.uname().nodename if command.nodes == 1 else f"{os.uname().nodename}-{command.node}"
     folder = command.run_dir / AEGIS / node
     environment = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}  # a restart compiles nothing
+    environment[JOB] = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
         for number in {signal.SIGTERM, signal.SIGHUP} - {n for n in NAMES if signal.getsignal(n) is signal.SIG_IGN}:
             stack.callback(signal.signal, number, signal.signal(number, _stop_before_start))
         if not _lock(folder, stack):
             return SupervisorExit.RETRY_ELSEWHERE
-        join = _join(command, options, node, stack) if command.nodes > 1 else None
+        join = _join(command, options, node, stack, environment[JOB]) if command.nodes > 1 else None
         return Supervisor(command, policy, folder, node, environment, join).run()
 
 
@@ -109,9 +114,12 @@ def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _join(
-    command: TrainingCommand, options: argparse.Namespace, name: str, stack: contextlib.ExitStack
+    command: TrainingCommand, options: argparse.Namespace, node: str, stack: contextlib.ExitStack, name: str
 ) -> Callable[[int], Member]:
-    """Return what joins the job of several nodes; node 0 listens from now on, and has the secret of the job."""
+    """Return what joins the job of several nodes; node 0 listens from now on, and has the secret and `name` of the job.
+
+    The processes on node 0, of which one takes the fencing token, have the name in their environment.
+    """
     coordinator = command.coordinator or ""
     host, port = leader_address(coordinator)
     patience = float(select_preset(None if command.config is None else command.config.preset).join_seconds)
@@ -123,13 +131,15 @@ def _join(
         warn(f"--min-nodes {least} changes nothing: {problem}.")
     job = {"nodes": command.nodes, "spares": options.spares, "min_nodes": least, "smaller": smaller}
     job |= {"processes": len(command.devices), "command": argv}
-    place = Place(command.node, name, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
+    place = Place(command.node, node, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
     copies = None if command.config is None else Copies(command.config)
     if command.node:
         return functools.partial(Member, place, leader=None, copies=copies)
     listeners = [stack.enter_context(each) for each in open_listeners(coordinator, patience)]
     secret = stack.enter_context(share_secret(place.secret))
-    leader = LeaderProcess(listeners, secret, command.run_dir / AEGIS, job, patience)
+    token = read_token(command.run_dir / CHECKPOINTS)
+    setup = Setup(str(command.run_dir / AEGIS), job, patience, 0 if token is None else token.number, name)
+    leader = LeaderProcess(listeners, secret, setup)
     return functools.partial(Member, place, leader=leader, copies=copies)
 
 

@@ -22,9 +22,9 @@ from zaya_jax.aegis.failure import (
 )
 from zaya_jax.aegis.hang import HangWatch, find_hang
 from zaya_jax.aegis.job_state import JobState
-from zaya_jax.aegis.member import Stop
 from zaya_jax.aegis.monitor import Monitor
 from zaya_jax.aegis.processes import KILL_SECONDS, Process, ProcessGroup, describe_process, kill_orphans
+from zaya_jax.aegis.roster import Order
 from zaya_jax.aegis.signatures import observe_line
 from zaya_jax.aegis.state import describe_rank
 from zaya_jax.aegis.supervision_report import SAME_FAULT
@@ -224,18 +224,18 @@ class Attempt:
     def _find_hang(self) -> Failure | None:
         samples = self._hangs.look([rank for rank in self._group.running if not rank.outlives_trainer])
         if (member := self._job.member) is not None:  # the leader sees the processes of all nodes
-            member.note_samples(samples)
+            member.note(samples=samples)
             return None
         hang = find_hang(samples)
         if hang is None:
             return None
-        phase = hang.phase.name.lower()
         seen = Observation("hang", FaultClass.HANG, Severity.ERROR, hang.words, hang.rank)
-        seconds = {"detect": hang.seconds, "timeout": hang.timeout, "quiet": hang.quiet}
-        self._job.detect(self._log.write_observation(seen, step=hang.step, phase=phase, seconds=seconds))
-        return Failure(FaultClass.HANG, f"hang-{phase}", hang.rank, hang.step, hang.words, self._job.best_step)
+        self._job.detect(self._log.write_observation(seen, **hang.details))
+        return Failure(
+            FaultClass.HANG, f"hang-{hang.details['phase']}", hang.rank, hang.step, hang.words, self._job.best_step
+        )
 
-    def _obey(self, stop: Stop, now: float) -> None:
+    def _obey(self, stop: Order, now: float) -> None:
         """End the attempt, since the leader of the job wants that, or is lost."""
         self._is_stopped, self._saves, job = True, stop.saves, self._job
         if stop.is_request:

@@ -32,7 +32,7 @@ from zaya_jax.run.handshake import Strangers, exchange_proofs
 from zaya_jax.run.local_copies import copies_folder, part_file, remove_other_steps
 from zaya_jax.run.manifest import read_digests, read_manifest
 from zaya_jax.run.peer import Peer
-from zaya_jax.run.signals import warn
+from zaya_jax.run.signals import warn_once
 from zaya_jax.run.writing import make_folder, new_file, private_folder, resolved
 
 _EVERY = 1.0  # seconds between two looks at the newest checkpoint
@@ -42,7 +42,6 @@ _PATIENCE = 10.0  # seconds that a stranger's proof may take
 _MOST_CONNECTIONS = 16  # of other nodes at a time
 _THREADS = 4  # nodes that are asked at a time
 _MOST_COMPILED = 2**31  # bytes of compiled programs
-_MOST_REPORTS = 20  # sentences
 _PART = re.compile(r"[0-9a-f]{32}")
 _PROGRAM = re.compile(r"[\w-][\w.-]{0,254}", re.ASCII)
 _CHUNK = 2**20  # bytes
@@ -59,20 +58,22 @@ class Copies:
         keep_compilations(environment)
         compiled = environment.get("JAX_COMPILATION_CACHE_DIR")
         self._compiled = expanded(compiled) if compiled else None
-        self._secret = ""
+        self._secret, self._selector = "", selectors.DefaultSelector()
+        self._strangers = Strangers(self._selector, "", self._admit)  # nobody can connect yet
         self._peers, self._copies_checkpoint, self._has_rank = list[str](), False, False
         self._target: int | None = None  # step of which this node has begun to get a copy
         self._missing: dict[str, tuple[int, str]] | None = None  # parts of it: file → bytes, digest
         self._damaged: set[tuple[str, str]] = set()  # node and part of it, not to be asked for again
-        self._reported: set[str] = set()
         self._connections = threading.Semaphore(_MOST_CONNECTIONS)
         self.address = ""  # where this node serves, HOST:PORT
         self.newest: int | None = None  # step of the newest checkpoint when this node last had no rank
         self.held: int | None = None  # the step of which this node holds all parts, verified
 
     def start(self, host: str, secret: str) -> None:
-        """Serve at this address of the node, and get what is missing from now on."""
-        self._secret = secret
+        """Serve at this address of the node, and get what is missing from now on; later calls change the secret."""
+        self._secret = self._strangers.secret = secret
+        if self.address:
+            return
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family, backlog=_MOST_CONNECTIONS)
         self.address = f"{host}:{listener.getsockname()[1]}"
@@ -91,14 +92,12 @@ class Copies:
     # What this node serves
 
     def _serve(self, listener: socket.socket) -> None:
-        selector = selectors.DefaultSelector()
-        strangers = Strangers(selector, self._secret, self._admit)
         listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ, strangers.accept)
+        self._selector.register(listener, selectors.EVENT_READ, self._strangers.accept)
         while True:
-            for key, _ in selector.select(1.0):
+            for key, _ in self._selector.select(1.0):
                 key.data(key.fileobj)
-            strangers.drop_late(_PATIENCE)
+            self._strangers.drop_late(_PATIENCE)
 
     def _admit(self, peer: Peer, hello: Mapping[str, Any], key: str) -> None:
         del hello
@@ -156,7 +155,7 @@ class Copies:
                     looked = time.monotonic()
                     self._get_compiled(self._compiled)
             except (OSError, InputError, ValueError, TypeError, LookupError) as error:
-                self._report(f"Copies of other nodes cannot be used yet: {getattr(error, 'strerror', None) or error}.")
+                warn_once(f"Copies of other nodes cannot be used yet: {getattr(error, 'strerror', None) or error}.")
 
     def _get_checkpoint(self, local_dir: str, step: int) -> None:
         """Get the missing parts of a checkpoint, which those who have them may not have written yet."""
@@ -208,10 +207,10 @@ class Copies:
                     if not is_right:
                         self._damaged.add((peer, file))
                         copy = f"The copy of a part of the checkpoint of step {step} on {peer} is damaged"
-                        self._report(f"{copy}. Other nodes are asked for it, and then the shared storage.")
+                        warn_once(f"{copy}. Other nodes are asked for it, and then the shared storage.")
         except (OSError, ValueError, TypeError) as error:  # it may have ended, or replaced this checkpoint
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                self._report(f"checkpoint.local_dir ({self._local}) has no space for a whole checkpoint.")
+                warn_once(f"checkpoint.local_dir ({self._local}) has no space for a whole checkpoint.")
 
     def _get_part(self, transfer: Transfer, request: Mapping[str, Any], path: Path, size: int, text: str) -> bool:
         """Get a part; False if it is not what the checkpoint has a digest of."""
@@ -244,11 +243,6 @@ class Copies:
         with socket.create_connection((host, int(port)), timeout=_CONNECT) as connection:
             key = exchange_proofs(connection, lambda: self._secret, {}, time.monotonic() + _CONNECT)
             yield Transfer(connection, key)
-
-    def _report(self, sentence: str) -> None:
-        if sentence not in self._reported and len(self._reported) < _MOST_REPORTS:
-            self._reported.add(sentence)
-            warn(sentence)
 
 
 def _newest(folder: Path, names: Sequence[str]) -> list[tuple[str, int]]:

@@ -38,20 +38,33 @@ class EventLog:
     event that is written says how many were dropped (`dropped`).
     """
 
-    def __init__(self, folder: Path, node: str, files: FileWorker, listener: Listener = lambda event: None) -> None:
-        """Continue the log of this `node` in `folder`; `listener` is called with each event that was written."""
-        self._node, self._files, self._listener = node, files, listener
-        path = folder / EVENTS
-        size = path.stat().st_size if path.exists() else 0
-        events = parse_events(content := read_end(path, LONGEST_JSON) if size else b"")
-        self._id = max((event["id"] for event in events), default=0)
+    def __init__(
+        self, folder: Path, node: str, files: FileWorker, listener: Listener = lambda event: None, gap: int = 0
+    ) -> None:
+        """Continue the log of this `node` in `folder`; `listener` is called with each event that was written.
+
+        Another process may still write `gap` events, so the ids of this one are greater by that.
+        """
+        self._node, self._files, self._listener, self._path = node, files, listener, folder / EVENTS
+        events = parse_events(self._open())
+        self._id = max((event["id"] + gap for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
+        self._dropped = 0
+
+    def reopen(self) -> None:
+        """Continue at the end, which another process may have moved."""
+        self._lines.close()
+        self._open()
+
+    def _open(self) -> bytes:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        content = read_end(self._path, LONGEST_JSON) if size else b""
         # Without a line that was torn when its writer was killed. The trainer reports a full disk.
         torn = len(content) - content.rfind(b"\n") - 1
-        self._lines = LineFile(path, size - torn % LONGEST_JSON, DiskGuard(lambda sentence: None))
+        self._lines = LineFile(self._path, size - torn % LONGEST_JSON, DiskGuard(lambda sentence: None))
         if torn == LONGEST_JSON:  # damage, which the next event must not be part of
             self._lines.append_line(b"\n")
-        self._dropped = 0
+        return content
 
     def write(
         self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, text: str = "", **details: Any

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -40,6 +40,12 @@ class Hang(NamedTuple):
     seconds: float  # of silence that were counted; of the whole job if that process waits for others
     quiet: float  # the same by the clock
     words: str  # what happened, as a sentence
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The fields of an event."""
+        seconds = {"detect": self.seconds, "timeout": self.timeout, "quiet": self.quiet}
+        return {"step": self.step, "phase": self.phase.name.lower(), "seconds": seconds}
 
 
 class HangWatch:

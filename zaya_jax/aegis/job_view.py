@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis.events import EVENTS, read_events
-from zaya_jax.aegis.state import STATE, read_fields
+from zaya_jax.aegis.state import STATE, is_fresh, read_fields
 from zaya_jax.aegis.supervision_report import AEGIS, node_folders
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError, printable
 
-_STALE = 10.0  # seconds after which the leader that wrote a state counts as gone
 _FIELDS = {"unix": int | float, "state": str, "attempt": int, "why": str}
 _FIELDS |= {"needed": int, "nodes": list, "lost": dict, "strangers": int}
 _NODE = {"name": str, "state": str, "rank": int | None, "held": int | None}
@@ -29,16 +28,16 @@ def format_job(run_dir: Path) -> str:
     """Format the nodes, ranks and spares of a job; empty if it has only one node."""
     if not (job := read_job(run_dir)):
         return ""
-    seconds = time.time() - job["unix"]
     state = job["state"]
-    if state != "ended" and seconds > _STALE:
-        state = f"unknown, since the leader has written nothing for {seconds:,.0f} s"
+    if state != "ended" and not is_fresh(job):
+        state = f"unknown, since the leader has written nothing for {time.time() - job['unix']:,.0f} s"
     lines = [f"Job of {counted(job['needed'], 'node')}: {state}; attempt {job['attempt']}. {job['why']}".strip()]
     for node in sorted(job["nodes"], key=lambda node: (node["rank"] is None, node["rank"] or 0)):
         place = "spare " if node["rank"] is None else f"rank {node['rank']}"
         step = node.get("held") if node["rank"] is None else None  # earlier versions do not write it
         held = "" if step is None else f", has the checkpoint of step {step}"
-        lines.append(f"  {place:<8} {node['name']}: {node['state']}{held}")
+        unfit = f", cannot replace a node: {text}" if (text := node.get("unfit")) else ""
+        lines.append(f"  {place:<8} {node['name']}: {node['state']}{held}{unfit}")
     lines += [f"  lost     {text}" for text in job["lost"].values()]
     if job["strangers"]:
         lines.append(f"  rejected {counted(job['strangers'], 'connection')} without the secret of the job")

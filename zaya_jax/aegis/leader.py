@@ -3,6 +3,7 @@
 `python -m zaya_jax.aegis.leader JSON`, with the arguments of `Leader` and listening sockets that it inherits.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.exit_codes import SupervisorExit
@@ -22,21 +23,24 @@ from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.roster import Order, Report, Roster
 from zaya_jax.aegis.secure_channel import SecureChannel
-from zaya_jax.aegis.state import write_state
-from zaya_jax.aegis.token_watch import TokenWatch
+from zaya_jax.aegis.state import STATE, is_fresh, read_fields, write_state
+from zaya_jax.errors import InputError, Reason
 from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.fencing import is_superseded
+from zaya_jax.run.files import locked
 from zaya_jax.run.handshake import Strangers
 from zaya_jax.run.job_secret import VARIABLE
 from zaya_jax.run.peer import Peer
-from zaya_jax.run.signals import NAMES
+from zaya_jax.run.signals import NAMES, warn
 
 LEADER = "leader"  # its name in events
 BEAT = 0.5  # seconds between two messages to a member, and from it
 SILENT = 4.0  # seconds without a message after which a node is lost; a busy machine delays a thread by less
-_TICK = 0.1  # seconds
+_TICK = 0.05  # seconds between two decisions: their work grows with the nodes, and each node sends twice a second
 _PATIENCE = 10.0  # seconds that a proof may take
 _END_SECONDS = 5.0  # that members may take to read how the job ended
 _STATE_EVERY = 1.0  # seconds
+_MOST_IDS = 1000  # events that a leader of another job may still write
 
 
 @dataclasses.dataclass
@@ -50,21 +54,27 @@ class _Connection:
     order: Order | None = None  # what was sent
 
 
+class Setup(NamedTuple):
+    """What a leader is told of its job."""
+
+    folder: str  # of its log and state
+    job: Mapping[str, Any]  # what all supervisors have in common: `nodes`, `spares`, …
+    patience: float  # seconds to wait for missing nodes; then one of the job's `smaller` numbers will do
+    token: int  # number of the run's fencing token when the job was started
+    name: str  # of the job in its own tokens
+
+
 class Leader:
     """Keeps a connection to each member, and tells the `Roster` what happens to it; `run` returns at the job's end."""
 
-    def __init__(
-        self, listeners: Sequence[socket.socket], secret: str, folder: Path, job: Mapping[str, Any], patience: float
-    ) -> None:
-        """Listen to supervisors of a `job` (`nodes`, `spares`, …); its log and state are in `folder`.
-
-        `patience` is how long to wait for missing nodes, in seconds; then one of the job's `smaller` numbers will do.
-        """
-        self._folder, self._job = folder, job
-        self._files = FileWorker()
-        self._token = TokenWatch(folder.parent / CHECKPOINTS)
-        self._log = EventLog(folder, LEADER, self._files)
-        self._roster = Roster(job["nodes"], job["spares"], self._log.attempt, patience, self._write, job["smaller"])
+    def __init__(self, listeners: Sequence[socket.socket], secret: str, setup: Setup) -> None:
+        """Listen to the supervisors of a job."""
+        self._setup, self._folder = setup, (folder := Path(setup.folder))
+        self._files, self._log_lock = FileWorker(), contextlib.ExitStack()
+        self._log = EventLog(folder, LEADER, self._files, gap=_MOST_IDS)
+        self._files.submit(self._take_log)
+        self._is_superseded = False
+        self._roster = Roster(setup.job, self._log.attempt, setup.patience, self._write)
         self._members: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers = Strangers(self._selector, secret, self._admit)
@@ -78,16 +88,14 @@ class Leader:
         """Serve until the job has ended and the members know it."""
         ended: float | None = None
         while ended is None or (self._members and time.monotonic() < ended + _END_SECONDS):
-            for key, _ in self._selector.select(_TICK):
-                key.data(key.fileobj)
-            now = time.monotonic()  # after all that had arrived was read: a pause of this process is no silence
+            now = self._receive_until(time.monotonic() + _TICK)
             self._strangers.drop_late(_PATIENCE)
             for connection in list(self._members.values()):
                 if not connection.channel.is_open:
-                    self._lose(connection, "its connection closed", now)
+                    self._lose(connection, "its connection closed")
                 elif now - connection.last_seen > SILENT:
-                    self._lose(connection, f"it has sent nothing for {SILENT:g} s", now)
-            if self._token.is_superseded:
+                    self._lose(connection, f"it has sent nothing for {SILENT:g} s")
+            if self._is_superseded:
                 self._files.refuse()  # the run folder belongs to others
                 self._roster.end_superseded()
             self._roster.decide(now)
@@ -98,12 +106,34 @@ class Leader:
                 self._write_state(now)
             if self._roster.has_ended and ended is None:
                 ended = now
-        self._log.close(_END_SECONDS)
+        if not self._log.close(_END_SECONDS) and not self._is_superseded:
+            warn("The log of the job lacks events: its folder does not answer or is full, or another job writes it.")
+        self._log_lock.close()
+
+    def _take_log(self) -> None:
+        """Continue the log once no leader of another job writes it, as the one that a partition has cut off does."""
+        while True:
+            try:
+                self._log_lock.enter_context(locked(self._folder / ".lock", "The log of the job", wait=False))
+            except InputError as error:
+                is_alive = is_fresh(read_fields(self._folder / STATE, {"unix": int | float}))
+                if error.reason is Reason.PEERS_MISSING and is_alive:
+                    time.sleep(_STATE_EVERY)
+                    continue  # else that leader is frozen, or there are no locks
+            return self._log.reopen()
+
+    def _receive_until(self, deadline: float) -> float:
+        """Read what arrives; return a time, of which all that had arrived is read, even if this process was paused."""
+        while True:
+            now = time.monotonic()
+            for key, _ in self._selector.select(max(deadline - now, 0.0)):
+                key.data(key.fileobj)
+            if now >= deadline:
+                return now
 
     def _write(self, kind: Any, code: str, *, severity: Severity = Severity.INFO, text: str, **details: Any) -> int:
         if "attempt" in details:
             self._log.attempt = details.pop("attempt")
-            self._files.submit(self._token.start_attempt)
         return self._log.write(kind, code, severity=severity, text=text, **details)
 
     def _admit(self, peer: Peer, hello: dict[str, Any], key: str) -> None:
@@ -116,7 +146,7 @@ class Leader:
             text = "A supervisor of another version of zaya_jax was rejected."
             self._reject(channel, Order(text=text, code=SupervisorExit.CONFIGURATION))
             return
-        if (rejection := self._roster.admit(report, self._job, now)) is not None:
+        if (rejection := self._roster.admit(report, now)) is not None:
             self._reject(channel, rejection)
             return
         if (old := self._members.pop(report.index, None)) is not None:  # the same supervisor has connected again
@@ -132,7 +162,7 @@ class Leader:
         for message in connection.channel.receive():
             connection.last_seen = time.monotonic()
             if connection.index in self._roster.members:
-                self._roster.observe(Report.parse(message), connection.last_seen)
+                self._roster.observe(Report.parse(message))
 
     def _send_order(self, connection: _Connection, now: float) -> None:
         order = self._roster.order_for(connection.index)
@@ -140,10 +170,10 @@ class Leader:
             connection.channel.send(dataclasses.asdict(order))
             connection.order, connection.sent = order, now
 
-    def _lose(self, connection: _Connection, why: str, now: float) -> None:
+    def _lose(self, connection: _Connection, why: str) -> None:
         del self._members[connection.index]
         self._forget(connection)
-        self._roster.lose(connection.index, why, now)
+        self._roster.lose(connection.index, why)
 
     def _forget(self, connection: _Connection) -> None:
         self._selector.unregister(connection.channel)
@@ -153,7 +183,7 @@ class Leader:
         self._state_time, roster = now, self._roster
         nodes = [
             {"node": index, "name": report.name, "state": str(report.state), "rank": roster.ranks.get(index)}
-            | {"held": report.held}
+            | {"held": report.held, "unfit": report.unfit}
             for index, report in sorted(roster.members.items())
         ]
         state = "ended" if roster.has_ended else "running" if roster.order.runs else "waiting"
@@ -161,8 +191,12 @@ class Leader:
         details |= {"needed": roster.order.nodes, "strangers": self._strangers.rejected, "exit_code": roster.order.code}
         folder = self._folder
         self._state = self._files.submit(lambda: write_state(folder, state=state, **details))
-        self._files.submit(self._token.look)
+        self._files.submit(self._look_for_another_job)
         self._log.flush()
+
+    def _look_for_another_job(self) -> None:
+        if is_superseded(self._folder.parent / CHECKPOINTS, self._setup.token, self._setup.name):
+            self._is_superseded = True
 
 
 def main() -> None:
@@ -170,9 +204,8 @@ def main() -> None:
     for number in NAMES:  # which launchers send to all processes: the supervisor heeds them
         signal.signal(number, signal.SIG_IGN)
     arguments = cast("dict[str, Any]", json.loads(sys.argv[1]))
-    listeners = [socket.socket(fileno=file) for file in arguments["listeners"]]
-    secret, folder = os.environ[VARIABLE], Path(arguments["folder"])
-    Leader(listeners, secret, folder, arguments["job"], arguments["patience"]).run()
+    listeners = [socket.socket(fileno=file) for file in arguments.pop("listeners")]
+    Leader(listeners, os.environ[VARIABLE], Setup(**arguments)).run()
 
 
 if __name__ == "__main__":

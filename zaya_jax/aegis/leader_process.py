@@ -8,10 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
+from zaya_jax.aegis.leader import Setup
 from zaya_jax.aegis.processes import die_with_parent
 from zaya_jax.config.checks import require
 from zaya_jax.errors import PeersMissing
@@ -59,12 +58,10 @@ class LeaderProcess:
     All methods are to be called from one thread: the kernel kills the process when the thread that started it ends.
     """
 
-    def __init__(
-        self, listeners: Sequence[socket.socket], secret: str, folder: Path, job: Mapping[str, Any], patience: float
-    ) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], secret: str, setup: Setup) -> None:
         """Start no process yet; the arguments are those of `Leader`."""
         self._files = [listener.fileno() for listener in listeners]
-        arguments = {"listeners": self._files, "folder": str(folder), "job": dict(job), "patience": patience}
+        arguments = {"listeners": self._files, **setup._asdict()}
         self._argv = [sys.executable, "-m", "zaya_jax.aegis.leader", json.dumps(arguments)]
         self._environment = {**os.environ, VARIABLE: secret}
         self._process: subprocess.Popen[bytes] | None = None

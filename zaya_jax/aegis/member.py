@@ -8,13 +8,12 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.aegis.copies import Copies
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.hang import Sample
 from zaya_jax.aegis.leader import BEAT, SILENT
 from zaya_jax.aegis.leader_process import LeaderProcess
 from zaya_jax.aegis.roster import Order, Report, State
@@ -29,19 +28,6 @@ _MARGIN = 15.0  # seconds to wait longer than the leader, which knows which node
 _ANSWER = 2.0  # seconds that connecting and answering may take, each
 _RETRY = 0.2  # seconds
 _END_SECONDS = 12.0  # that the leader may take to tell the others how the job ended, and to write it
-_REQUESTS = (SupervisorExit.PREEMPTED, SupervisorExit.INTERRUPTED)
-
-
-class Stop(NamedTuple):
-    """Why the processes of this node must end."""
-
-    text: str
-    is_lost: bool  # they wait in vain for a node, so there is no evidence in them
-    is_request: bool  # the job was asked to stop, so they may save
-    event: int | None  # in the job's log
-    saves: bool = False  # they must save first, since the job continues on more nodes
-    hang: str = ""  # phase in which processes hang, if that is why
-    suspects: Sequence[int] = ()  # those of this node that seem to cause it; by their numbers here
 
 
 class Place(NamedTuple):
@@ -110,49 +96,43 @@ class Member:
         return self._ended
 
     @property
-    def stop(self) -> Stop | None:
-        """Why the attempt that runs must stop; None while it is to go on."""
+    def stop(self) -> Order | None:
+        """Why the attempt that runs must stop, with suspects by their numbers here; None while it is to go on."""
         order, report = self.order, self._report
         if (ended := self.ended) is not None:
             code, text = ended
-            return Stop(text, code == SupervisorExit.RETRY_ELSEWHERE, code in _REQUESTS, order.event)
-        if order.runs and (order.attempt, order.rank) == (report.attempt, report.rank):
-            return None
-        text = order.text if order.attempt == report.attempt else f"Attempt {order.attempt} runs without this node."
+            return Order(code=code, text=text, is_lost=code == SupervisorExit.RETRY_ELSEWHERE, event=order.event)
         if order.attempt != report.attempt:
-            return Stop(text, is_lost=True, is_request=False, event=order.event)
+            return Order(text=f"Attempt {order.attempt} runs without this node.", is_lost=True, event=order.event)
+        if order.runs and order.rank == report.rank:
+            return None
         count = self._place.job["processes"]
         own = [number % count for number in order.suspects if number // count == report.rank]
-        return Stop(
-            text,
-            order.is_lost,
-            is_request=False,
-            event=order.event,
-            saves=order.saves,
-            hang=order.hang,
-            suspects=tuple(own),
-        )
+        return dataclasses.replace(order, suspects=own)
 
     def report(self, state: State, **changes: Any) -> None:
         """Tell the leader what this node does."""
         if "text" in changes:
             changes["text"] = printable(changes["text"], 500)
         with self._lock:
-            unsaid = {"text": "", "event": None, "samples": None}
+            unsaid = {"samples": None}
+            if state is not State.READY:  # a restarted leader may not know yet why the attempt failed
+                unsaid |= {"text": "", "event": None}
             self._report = dataclasses.replace(self._report, **(unsaid | changes), state=state)
             self._send_report()
 
-    def note_samples(self, samples: Sequence[Sample]) -> None:
-        """Tell the leader with the next message how far the processes of this node are."""
+    def note(self, **changes: Any) -> None:
+        """Change what the next message tells the leader: `samples` of the processes, or why this node is `unfit`."""
         with self._lock:
-            self._report = dataclasses.replace(self._report, samples=samples)
+            self._report = dataclasses.replace(self._report, **changes)
 
     def leave(self, code: SupervisorExit, text: str) -> None:
         """Say that this supervisor ends, unless the job has ended, and wait until the others know it."""
         if self.ended is None:
             self.report(State.LEFT, code=int(code), text=text)
         self._closing.set()
-        self._thread.join(_END_SECONDS + 3 * _ANSWER)
+        if self._channel is not None or self._leader is not None:  # else its thread may wait for a node that is lost
+            self._thread.join(_END_SECONDS + 3 * _ANSWER)
 
     def _send_report(self) -> None:
         if self._channel is not None:
@@ -218,7 +198,7 @@ class Member:
             with self._lock:
                 hello = self._describe()
             key = exchange_proofs(connection, self._find_secret, hello, deadline)
-            if self._copies is not None and not self._copies.address:
+            if self._copies is not None:
                 with contextlib.suppress(OSError):  # tried again with the next connection
                     self._copies.start(connection.getsockname()[0], self._secret)
         except BaseException as error:

@@ -52,6 +52,7 @@ class Report:
     event: int | None = None  # the event of the failure in the node's own log
     address: str = ""  # where it serves copies of checkpoints, see `Copies`; empty if it serves none
     held: int | None = None  # step of the checkpoint of which it holds every part, verified
+    unfit: str = ""  # why it cannot train, such as a preflight that failed
     samples: Sequence[Sample] | None = None  # of its processes that keep a progress record; None before they run
 
     @classmethod
@@ -82,6 +83,11 @@ class Order:
     hang: str = ""  # phase in which processes hang, if it was stopped for that
     suspects: Sequence[int] = ()  # the processes that seem to cause it; their numbers in the job
 
+    @property
+    def is_request(self) -> bool:
+        """True if the job was asked to stop, so that its processes may save."""
+        return self.code in (SupervisorExit.PREEMPTED, SupervisorExit.INTERRUPTED)
+
 
 # Writes an event to the log of the job, and returns its id.
 WriteEvent = Callable[..., int]
@@ -90,26 +96,19 @@ WriteEvent = Callable[..., int]
 class Roster:
     """Decides which node has which rank, when an attempt starts and stops, and when the job ends."""
 
-    def __init__(
-        self,
-        nodes: int,
-        spares: int,
-        attempt: int,
-        patience: float,
-        write: WriteEvent,
-        smaller: Sequence[int] = (),
-    ) -> None:
-        """Wait for `nodes` and `spares`; the last of earlier attempts was `attempt`.
+    def __init__(self, job: Mapping[str, Any], attempt: int, patience: float, write: WriteEvent) -> None:
+        """Wait for the `nodes` and `spares` of a `job`; the last of earlier attempts was `attempt`.
 
         `patience` is how long to wait for nodes that are missing before the first attempt, in seconds; then one of the
-        `smaller` numbers will do.
+        `smaller` numbers of the job will do.
         """
-        self._nodes, self._spares, self._patience, self._write = nodes, spares, patience, write
-        self._sizes = sorted({nodes, *smaller}, reverse=True)  # numbers of nodes that may train
+        self._job, self._patience, self._write = job, patience, write
+        self._nodes, self._spares = job["nodes"], job["spares"]
+        self._sizes = sorted({self._nodes, *job["smaller"]}, reverse=True)  # numbers of nodes that may train
         self.members: dict[int, Report] = {}
         self.lost: dict[int, str] = {}  # index → sentence
         self.ranks: dict[int, int] = {}  # of the nodes in this attempt, or before it the last one; by index
-        self.order = Order(attempt, nodes=nodes)  # for all, without a rank
+        self.order = Order(attempt, nodes=self._nodes)  # for all, without a rank
         self._replacements: set[int] = set()  # nodes that have a rank in this attempt and had none before
         self._finished: set[int] = set()  # ranks
         self._incomplete_since: float | None = None  # while an attempt that this leader did not start lacks ranks
@@ -135,10 +134,10 @@ class Roster:
         peers = [self.members[each].address for each in numbers if each != index and self.members[each].address]
         return dataclasses.replace(self.order, rank=rank, peers=peers, copies=copies)
 
-    def admit(self, report: Report, job: Mapping[str, Any], now: float) -> Order | None:
-        """Add a member of the `job`, or return the order with which it is rejected."""
+    def admit(self, report: Report, now: float) -> Order | None:
+        """Add a member of the job, or return the order with which it is rejected."""
         other = self.members.get(report.index)
-        pairs = [(key, report.job.get(key), value) for key, value in job.items()]
+        pairs = [(key, report.job.get(key), value) for key, value in self._job.items()]
         differing = [f"{key}={its!r} instead of {value!r}" for key, its, value in pairs if its != value]
         if self.has_ended:
             return self.order
@@ -165,12 +164,15 @@ class Roster:
         if back or not is_known:  # else its connection broke
             self._write("act", "node-joined", text=f"{report.name} {'returned' if back else 'joined'}.")
         self._adopt(report, now)
-        self.observe(report, now)
+        self.observe(report)
 
     def _adopt(self, report: Report, now: float) -> None:
-        """Take over an attempt that an earlier leader of this job has started."""
-        runs = report.rank is not None and report.state in (State.RUNNING, State.FINISHED)
-        if self._has_ordered or not runs or report.attempt < self.order.attempt:
+        """Take over the attempt that an earlier leader of this job has started, or the number of nodes of its last."""
+        if self._has_ordered or not report.nodes or report.attempt < self.order.attempt:
+            return
+        if report.rank is None or report.state not in (State.RUNNING, State.FINISHED):
+            if not self.order.runs:
+                self.order = Order(report.attempt, nodes=report.nodes)
             return
         if report.attempt > self.order.attempt or not self.order.runs:
             self.ranks, self._finished, self._incomplete_since = {}, set(), now
@@ -178,10 +180,13 @@ class Roster:
         if report.rank is not None and report.rank not in self.ranks.values():
             self.ranks[report.index] = report.rank
 
-    def observe(self, report: Report, now: float) -> None:
-        """Note what a member reports."""
+    def observe(self, report: Report) -> None:
+        """Note what a member reports; `decide` acts on it."""
         index = report.index
-        self.members[index] = report
+        before, self.members[index] = self.members.get(index), report
+        if report.unfit and (before is None or before.unfit != report.unfit):
+            text = f"{report.name} cannot replace another node: {report.unfit}"
+            self._write("detect", "node-unfit", severity=Severity.WARNING, text=text)
         rank = self.ranks.get(index)
         is_current = rank is not None and report.attempt == self.order.attempt
         if report.state is State.LEFT:
@@ -190,7 +195,6 @@ class Roster:
             self._finished.add(rank or 0)
         elif is_current and self.order.runs and report.state is not State.RUNNING:
             self._stop(f"{report.name} stopped: {report.text}", cause=report.event, node=report.name)
-        self.decide(now)
 
     def _remove(self, report: Report, rank: int | None) -> None:
         """Do without a member that ends by itself: it may be replaced if only its node is faulty."""
@@ -202,7 +206,7 @@ class Roster:
         self.lost[report.index] = f"{report.name} left with exit code {report.code}: {report.text}"
         self._write("detect", "node-left", severity=Severity.WARNING, text=self.lost[report.index])
 
-    def lose(self, index: int, why: str, now: float) -> None:
+    def lose(self, index: int, why: str) -> None:
         """Note that a member is lost; `why` follows its name in a sentence."""
         if (report := self.members.pop(index, None)) is None or self.has_ended:
             return
@@ -213,7 +217,6 @@ class Roster:
             self._end(SupervisorExit.RETRY_ELSEWHERE, f"{text} It is the leader's node.", cause=event)
         elif rank is not None and rank not in self._finished and (self.order.runs or self.order.saves):
             self._stop(text, cause=event, is_lost=True, saves=False)
-        self.decide(now)
 
     def end_superseded(self) -> None:
         """End the job, since another one has resumed its run."""
@@ -221,7 +224,7 @@ class Roster:
             self._end(SupervisorExit.SUPERSEDED, "Another job has resumed this run, and goes on with it.")
 
     def decide(self, now: float) -> None:
-        """Start an attempt, or end the job, if it is time."""
+        """Start an attempt, or end the job, if it is time; its cost grows with the number of nodes."""
         if self.has_ended:
             return
         if self.order.runs:
@@ -232,7 +235,8 @@ class Roster:
             return
         for index in list(self.members):
             self._replace_suspect(index)
-        size = self._fitting(len(self.members))
+        fit = self._fit()
+        size = self._fitting(len(fit))
         if size < self.order.nodes or 0 not in self.members:  # process 0 is on the leader's node
             self._waiting_since = now if self._waiting_since is None else self._waiting_since
             self._gathering_since = None
@@ -240,9 +244,10 @@ class Roster:
             if now - self._waiting_since >= seconds and size and 0 in self.members:
                 self._start(size)
             elif now - self._waiting_since >= seconds:
-                absent = [index for index in range(self._nodes + self._spares) if index not in self.members]
-                reasons = " ".join(self.lost[index] for index in absent if index in self.lost)
-                missing = f"{self._sizes[-1]} nodes are needed, but after {seconds:g} s only {len(self.members)}"
+                absent = [index for index in range(self._nodes + self._spares) if index not in fit]
+                unfit = {index: f"{each.name}: {each.unfit}" for index, each in self.members.items() if each.unfit}
+                reasons = " ".join(text for index in absent if (text := self.lost.get(index) or unfit.get(index)))
+                missing = f"{self._sizes[-1]} nodes are needed, but after {seconds:g} s only {len(fit)}"
                 names = f"are there; {_names(absent)} are missing."
                 self._end(SupervisorExit.RETRY_ELSEWHERE, f"{missing} {names} {reasons}".strip())
             return
@@ -252,6 +257,10 @@ class Roster:
         if not self._has_ordered and may_come and now - self._gathering_since < _GATHER:
             return
         self._start(size)
+
+    def _fit(self) -> list[int]:
+        """Return the members that can have a rank."""
+        return [index for index, report in self.members.items() if not report.unfit]
 
     def _fitting(self, count: int) -> int:
         """Return how many of `count` nodes may train; 0 if they are too few."""
@@ -263,7 +272,7 @@ class Roster:
             self._end(SupervisorExit.DONE, f"The command finished in attempt {self.order.attempt}.")
         elif len(self.ranks) == nodes:
             self._incomplete_since = None
-            ready = [index for index, report in self.members.items() if report.state is State.READY]
+            ready = [index for index in self._fit() if self.members[index].state is State.READY]
             size = self._fitting(len(self.ranks.keys() | ready))
             if size <= nodes or self._finished:
                 self._gathering_since = None
@@ -294,18 +303,17 @@ class Roster:
         if (hang := find_hang(samples)) is None:
             return
         nodes = {owners[number].name: owners[number].instance for number in hang.suspects}
-        text, phase = f"{hang.words.removesuffix('.')} on {_names(nodes)}.", hang.phase.name.lower()
+        text = f"{hang.words.removesuffix('.')} on {_names(nodes)}."
         if len(nodes) == 1:
             self._suspected.update(nodes.values())
-        seconds = {"detect": hang.seconds, "timeout": hang.timeout, "quiet": hang.quiet}
-        details = {"fault": "hang", "rank": hang.rank, "step": hang.step, "phase": phase, "seconds": seconds}
+        details = {"fault": "hang", "rank": hang.rank, **hang.details}
         event = self._write("detect", "hang", severity=Severity.ERROR, text=text, **details)
-        self._stop(text, cause=event, hang=phase, suspects=hang.suspects)
+        self._stop(text, cause=event, hang=hang.details["phase"], suspects=hang.suspects)
 
     def _replace_suspect(self, index: int) -> None:
         """Let a node end that seemed to cause hangs again and again, if a spare can take its rank."""
         report = self.members[index]
-        if self._suspected[report.instance] < _HANGS or index == 0 or len(self.members) <= self._nodes:
+        if self._suspected[report.instance] < _HANGS or index == 0 or len(self._fit()) <= self._nodes:
             return
         del self.members[index]
         text = self.lost[index] = f"{report.name} was replaced: it seemed to cause {_HANGS} hangs."
@@ -318,7 +326,7 @@ class Roster:
         self._waiting_since = self._gathering_since = None
         kept = {index: rank for index, rank in self.ranks.items() if index in self.members and rank < size}
         free = sorted(set(range(size)) - set(kept.values()))
-        self.ranks = kept | dict(zip(sorted(self.members.keys() - kept.keys()), free, strict=False))
+        self.ranks = kept | dict(zip(sorted(set(self._fit()) - kept.keys()), free, strict=False))
         self._replacements = self.ranks.keys() - kept.keys() if kept else set()
         self._finished, self._has_ordered = set(), True
         attempt = 1 + max(self.order.attempt, *(report.attempt for report in self.members.values()))

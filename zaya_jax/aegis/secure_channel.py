@@ -5,16 +5,12 @@ line and its content: what was recorded or reordered does not fit. Nothing is en
 secret.
 """
 
-import contextlib
 import json
-import select
-import socket
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from zaya_jax.run.job_secret import is_proof, prove
-from zaya_jax.run.peer import Peer
+from zaya_jax.run.peer import Peer, end_connections
 
 _MOST_UNSENT = 2**16  # bytes that the other side may leave unread
 
@@ -53,13 +49,8 @@ class SecureChannel:
 
     def finish(self, seconds: float) -> None:
         """Close once the other side has, or after `seconds`: to close before might lose what was sent."""
-        with contextlib.suppress(OSError):
-            self._peer.connection.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + seconds
-        while self.is_open and (left := deadline - time.monotonic()) > 0:
-            select.select([self], [], [], left)
-            self.receive()
-        self.close()
+        self.is_open = False
+        end_connections([self._peer], seconds)
 
     def close(self) -> None:
         """Close the connection."""

@@ -72,9 +72,14 @@ def _is_rank(rank: Any, state: Mapping[str, Any]) -> bool:
     )
 
 
+def is_fresh(state: Mapping[str, Any]) -> bool:
+    """Return whether `state` was written just now."""
+    return time.time() - float(state.get("unix", 0)) < _STALE
+
+
 def is_running(state: Mapping[str, Any]) -> bool:
     """Return whether the supervisor that wrote `state` still runs."""
-    return state.get("state") == "running" and time.time() - float(state.get("unix", 0)) < _STALE
+    return state.get("state") == "running" and is_fresh(state)
 
 
 def running_attempt(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The supervisor: runs a training command, attempt after attempt, until it is done or must be given up."""
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -9,31 +8,30 @@ import random
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait as wait_for
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import TypeVar
 
 from zaya_jax.aegis.attempt import Attempt
 from zaya_jax.aegis.decision import Decision, decide, final_code, requested_code
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import MORE_NODES, Failure, FaultClass, Observation, Severity
+from zaya_jax.aegis.failure import MORE_NODES, Failure, FaultClass, Severity
 from zaya_jax.aegis.faults import MARKS, read_marks
 from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.member import Member
 from zaya_jax.aegis.monitor import Monitor
 from zaya_jax.aegis.policy import Policy
-from zaya_jax.aegis.processes import Process, ProcessGroup, adopt_orphans
+from zaya_jax.aegis.processes import adopt_orphans
 from zaya_jax.aegis.roster import State
+from zaya_jax.aegis.spare import Spare
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
 from zaya_jax.aegis.training_command import TrainingCommand, plan_rollback, roll_back
 from zaya_jax.aegis.training_watch import level_changes
 from zaya_jax.errors import InputError
-from zaya_jax.run import job_secret
 from zaya_jax.run.digests import digest
 from zaya_jax.run.reserved_port import reserved_port
-from zaya_jax.run.standby import send_place
 
 _TICK = 0.05  # seconds
 _LAST_NEWS = 10.0  # seconds that commands which tell of the end may take
@@ -65,8 +63,7 @@ class Supervisor:
         self._monitor = Monitor(policy, command.run_dir, self._job.files, level_changes(command.config))
         self._failures: list[tuple[float, Failure]] = []
         self._faults_made = 0  # by a drill
-        self._standby: ProcessGroup | None = None  # processes of a spare that wait for their places
-        self._had_standby = False
+        self._spare = Spare(self._job, environment)
 
     def run(self) -> SupervisorExit:
         """Run the job to its end; the signals that ask it to stop are handled meanwhile."""
@@ -91,7 +88,7 @@ class Supervisor:
     def _end(self, code: SupervisorExit, reason: str) -> None:
         """Write how it ended, everywhere; only to the output if the run folder belongs to others now."""
         job, submit = self._job, self._job.files.submit
-        self._end_standby()
+        self._spare.end()
         self._monitor.close()
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
         job.log.write("act", f"exit-{code.name.lower()}", severity=severity, text=reason, exit_code=int(code))
@@ -164,46 +161,9 @@ class Supervisor:
         for observation in self._monitor.poll([], now):
             self._job.log.write_observation(observation)
         self._job.keep_files(now)
-        self._keep_standby()
+        self._spare.keep(self._command)
         time.sleep(_TICK)
         return not self._job.signals
-
-    def _keep_standby(self) -> None:
-        """On a spare, start processes that import everything, open the data and wait; read what they print."""
-        member, environment = self._job.member, self._environment
-        if self._standby is not None:
-            self._standby.wait(0)
-            for output in self._job.outputs:
-                output.flush()
-            if ends := self._standby.ends:
-                text = f"The processes on standby ended: {ends[0].words}"
-                self._end_standby()
-                seen = Observation("standby-ended", FaultClass.CRASH, Severity.WARNING, text)
-                self._job.log.write_observation(seen)
-        elif member is not None and member.is_idle_spare and not self._had_standby:
-            self._had_standby = True  # processes that end at once are not started over and over
-            processes = [(argv, {**environment, **variables}) for argv, variables in self._command.standbys()]
-            with contextlib.suppress(OSError):
-                self._standby = ProcessGroup(processes, self._job.outputs, expects_records=True)
-
-    def _place_standby(self, processes: Sequence[Process]) -> ProcessGroup | None:
-        """Give the processes on standby their places; None if there are none, or one of them has ended."""
-        group, self._standby, self._had_standby = self._standby, None, False
-        if group is None:
-            return None
-        try:
-            for rank, (argv, variables) in zip(group.ranks, processes, strict=True):
-                stdin = cast("IO[bytes]", rank.process.stdin)
-                send_place(stdin, argv[len(self._command.argv) :], variables[job_secret.VARIABLE])
-        except OSError:
-            group.close()
-            return None
-        return group
-
-    def _end_standby(self) -> None:
-        if self._standby is not None:
-            self._standby.close()
-            self._standby = None
 
     def _ended(self, member: Member) -> tuple[SupervisorExit, str] | None:
         return None if member.ended is None else (SupervisorExit(member.ended[0]), member.ended[1])
@@ -215,7 +175,8 @@ class Supervisor:
             list_processes = functools.partial(self._command.processes, address)
             listed = self._read(list_processes) if trains else list_processes()  # which then reads nothing
             processes = [(argv, {**self._environment, **variables}) for argv, variables in listed]
-            attempt = Attempt(self._job, processes, self._monitor, self._command, self._place_standby(processes))
+            standby = self._spare.place(self._command, processes)
+            attempt = Attempt(self._job, processes, self._monitor, self._command, standby)
         except TimeoutError as error:
             return Failure(FaultClass.DISK, "folder-silent", None, -1, str(error)), ""
         except OSError as error:

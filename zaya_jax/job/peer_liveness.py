@@ -42,7 +42,7 @@ class PeerLiveness:
         self._exiting.acquire()  # never released: only the first message is sent
         self._progress.end(status, sentence, is_origin=False)  # ignored if this process has left its own
         print_error(sentence)
-        end_connections(self._peers, f"{EXIT}{status} {sentence}", min(self._timeout, _EXIT_SECONDS))
+        end_connections(self._peers, min(self._timeout, _EXIT_SECONDS), f"{EXIT}{status} {sentence}")
         exit_at_once(status)
 
     def wait(self) -> None:

@@ -179,7 +179,7 @@ class _Members:
     def _refuse(self, error: InputError) -> NoReturn:
         members = [peer for peer in self._connections(Peer) if peer.process is not None]
         start = next(start for start, kind in _REFUSALS.items() if isinstance(error, kind))
-        end_connections(members, f"{start}{error}", _ANSWER)
+        end_connections(members, _ANSWER, f"{start}{error}")
         raise error
 
     def _connections(self, kind: type[T]) -> list[T]:

@@ -24,7 +24,8 @@ FENCE = "GENERATION"  # file in a folder of checkpoints
 _LEAP = 1000  # more tokens than any run takes without saving a checkpoint
 _EVERY = 10.0  # seconds between two looks at the file while a process computes or waits
 _STARTED = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-_TAKER = {"host": os.uname().nodename, "pid": os.getpid(), "started": _STARTED}
+JOB = "ZAYA_JOB"  # environment variable with the random name of the job of several nodes to which a process belongs
+_TAKER = {"host": os.uname().nodename, "pid": os.getpid(), "started": _STARTED, "job": os.environ.get(JOB, "")}
 
 
 class FencingToken(NamedTuple):
@@ -32,7 +33,7 @@ class FencingToken(NamedTuple):
 
     number: int  # greater than all before
     accepted: Mapping[int, int]  # step → token of the checkpoints that existed when it was taken
-    # `host`, `pid` and start time (`started`, UTC) of the process that took it; empty in files of earlier versions.
+    # `host`, `pid`, start (`started`, UTC) and `job` of the process that took it; empty in files of earlier versions.
     taker: Mapping[str, str | int] = MappingProxyType({})
 
     def accepts(self, step: int, number: int) -> bool:
@@ -109,13 +110,19 @@ def read_token(folder: Path) -> FencingToken | None:
         accepted = {int(step): number for step, number in tree["accepted"].items()}
         if any(type(number) is not int for number in (tree["generation"], *accepted.values())):
             raise InputError(f"{path} has tokens that are no numbers.")
-        return FencingToken(tree["generation"], accepted, {key: tree[key] for key in _TAKER if "pid" in tree})
+        return FencingToken(tree["generation"], accepted, {key: tree.get(key, "") for key in _TAKER if "pid" in tree})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if os.path.lexists(path):
             problem = error if isinstance(error, InputError) else f"{path} is damaged."
             effect = "Without it, checkpoints that superseded processes saved count as current."
             warn_once(f"Warning: {problem} {effect}")
         return None
+
+
+def is_superseded(folder: Path, number: int, job: str) -> bool:
+    """Return whether a process of another job has taken a token that is newer than `number`."""
+    token = read_token(folder)
+    return token is not None and token.number > number and token.taker.get("job") != job
 
 
 def is_current(folder: Path, step: int, number: int) -> bool:

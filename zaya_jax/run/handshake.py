@@ -47,7 +47,7 @@ class Strangers:
 
         The data of what this registers with `selector` are functions, to be called with the file object.
         """
-        self._selector, self._secret, self._admit = selector, secret, admit
+        self._selector, self.secret, self._admit = selector, secret, admit
         self._waiting: dict[Peer, tuple[str, float]] = {}  # nonce and time of arrival, the oldest first
         self.rejected, self.last = 0, ""  # number of wrong proofs, and where the last one came from
 
@@ -95,11 +95,11 @@ class Strangers:
             return
         body, _, proof = lines[0].rpartition(" ")
         nonce, _ = self._waiting[peer]
-        if is_proof(proof, self._secret, "enter", nonce, body):
+        if is_proof(proof, self.secret, "enter", nonce, body):
             self._forget(peer)
             hello = json.loads(body)
-            peer.send(_ADMITTED + prove(self._secret, "admit", hello["nonce"]))
-            self._admit(peer, hello, prove(self._secret, "key", hello["nonce"], nonce))
+            peer.send(_ADMITTED + prove(self.secret, "admit", hello["nonce"]))
+            self._admit(peer, hello, prove(self.secret, "key", hello["nonce"], nonce))
             return
         self.rejected, self.last = self.rejected + 1, peer.host
         peer.send(_REJECTED)

@@ -60,13 +60,14 @@ class Peer:
             self.tunnel.close()
 
 
-def end_connections(peers: Iterable[Peer], line: str, seconds: float) -> None:
-    """Send a last line and close, once the peers have closed: to close before would reset, and might lose the line."""
+def end_connections(peers: Iterable[Peer], seconds: float, line: str | None = None) -> None:
+    """Send a last line and close, once the peers have closed: to close before would reset, and might lose lines."""
     peers = list(peers)
     with selectors.DefaultSelector() as selector:
         for peer in peers:
             selector.register(peer, selectors.EVENT_READ)
-            peer.send(line)
+            if line is not None:
+                peer.send(line)
             with contextlib.suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + seconds

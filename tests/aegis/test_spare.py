@@ -1,0 +1,68 @@
+"""A spare: its preflight is the real one, on this machine's processor."""
+
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from tests.train_helpers import write_run
+from zaya_jax.aegis import spare
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.job_state import JobState
+from zaya_jax.aegis.policy import Policy
+from zaya_jax.aegis.spare import Spare
+from zaya_jax.aegis.timeouts import Timeouts
+from zaya_jax.aegis.training_command import TrainingCommand, read_command
+
+
+@pytest.fixture
+def job(tmp_path) -> JobState:
+    made = JobState(tmp_path, "node", Policy(), Timeouts(Policy().timeouts, tmp_path, "command"))
+    made.said = []
+    made.member = SimpleNamespace(is_idle_spare=True, note=lambda **changes: made.said.append(changes["unfit"]))
+    return made
+
+
+def keep(job: JobState, environment: dict[str, str], command: TrainingCommand) -> Spare:
+    """Keep a spare until it has told the leader whether it can train."""
+    kept, deadline = Spare(job, {**os.environ, **environment}), time.monotonic() + 120
+    while not job.said:
+        kept.keep(command)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return kept
+
+
+def test_a_spare_that_passes_its_preflight_starts_processes_on_standby(tmp_path, job):
+    command = read_command([sys.executable, "-m", "zaya_jax.main", str(write_run(tmp_path))], 1, None)
+    kept = keep(job, {}, command)
+    assert job.said == [""]
+    kept.keep(command)
+    running = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    (standby,) = [each for each in running if "zaya_jax.main" in each.cmdline()]
+    kept.end()
+    assert not standby.is_running()
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds", "text"),
+    [
+        ({"JAX_PLATFORMS": "absent"}, 120.0, "The preflight of this spare failed: "),
+        ({}, 0.1, "The preflight of this spare did not end within 0.1 s: "),
+    ],
+)
+def test_a_spare_that_fails_its_preflight_says_why_and_waits_before_the_next(
+    tmp_path, job, monkeypatch, environment, seconds, text
+):
+    monkeypatch.setattr(spare, "_LONGEST", seconds)
+    command = read_command([sys.executable, "-m", "zaya_jax.main", str(write_run(tmp_path))], 1, None)
+    kept = keep(job, environment, command)
+    assert job.said[0].startswith(text)
+    assert ("absent" in job.said[0]) == ("JAX_PLATFORMS" in environment)
+    kept.keep(command)
+    assert kept._group is None
+    assert job.log.close()
+    assert [event["code"] for event in read_events(tmp_path / EVENTS)] == ["spare-unfit"]
