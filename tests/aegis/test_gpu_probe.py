@@ -126,7 +126,8 @@ def test_a_healthy_amd_gpu_is_read_and_silent(machine):
     assert amd.read(gpu(correctable=4, replays=2)) == []
     [reading] = amd.probe.gpus
     assert (reading.name, reading.correctable, reading.pcie_replays) == ("0000:0c:00.0", 4, 2)
-    assert reading.recovery_action is None
+    assert (reading.temperature, reading.memory_used, reading.recovery_action) == (55, 10**9, None)
+    assert reading.processes == 1
     assert not reading.lost
 
 
@@ -135,7 +136,8 @@ def test_a_healthy_nvidia_gpu_is_read_and_silent(machine):
     assert nvidia.read(gpu("GPU-1"), gpu("GPU-2", correctable=7)) == []
     reading = nvidia.probe.gpus[1]
     assert (reading.index, reading.name, reading.correctable, reading.recovery_action) == (1, "GPU-2", 7, 0)
-    assert reading.pcie_replays is None
+    assert (reading.temperature, reading.memory_used, reading.pcie_replays) == (44, 2 * 10**9, None)
+    assert reading.processes == 2
 
 
 def test_where_both_libraries_are_installed_the_one_with_gpus_is_used(machine, tmp_path):

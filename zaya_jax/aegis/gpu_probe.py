@@ -26,6 +26,7 @@ _COUNTERS = {  # field of `Gpu` → what is observed when it rises
     "deferred": ("gpu-deferred-ecc", Severity.WARNING, "Deferred memory errors"),
     "pcie_replays": ("gpu-pcie-replay", Severity.WARNING, "Repeated PCI Express transfers"),
 }
+_STATES = ("temperature", "memory_used", "processes", "recovery_action")
 _CORRECTABLE_PER_HOUR = 600.0  # corrected errors from which a warning is due
 
 
@@ -39,6 +40,9 @@ class Gpu:
     correctable: int | None = None  # corrected memory errors
     deferred: int | None = None  # memory errors that are found but not used yet (AMD)
     pcie_replays: int | None = None  # repeated transfers on the PCI Express link
+    temperature: int | None = None  # in °C
+    memory_used: int | None = None  # in bytes
+    processes: int | None = None  # number of processes that compute on it
     recovery_action: int | None = None  # what NVIDIA's driver demands, such as 1 for a reset; 0 is nothing
     lost: bool = False  # whether the driver lost the GPU
 
@@ -166,7 +170,7 @@ def _observe(code: str, severity: Severity, text: str, gpu: int) -> Observation:
 
 def _checked(values: Any) -> Gpu:
     """Return the reading of a GPU in the probe's output; values of another type than expected become None."""
-    numbers = {name: _count(values.get(name)) for name in (*_COUNTERS, "recovery_action")}
+    numbers = {name: _count(values.get(name)) for name in (*_COUNTERS, *_STATES)}
     return Gpu(_count(values["index"]) or 0, str(values["name"])[:100], lost=values.get("lost") is True, **numbers)
 
 
@@ -180,6 +184,8 @@ def _read_amd(amdsmi: Any) -> list[Gpu]:
 
     def read(index: int, handle: Any) -> Gpu:
         errors = _try(lambda: amdsmi.amdsmi_get_gpu_total_ecc_count(handle)) or {}
+        sensor = amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT
+        memory = amdsmi.AmdSmiMemoryType.VRAM
         return Gpu(
             index,
             str(amdsmi.amdsmi_get_gpu_device_bdf(handle)),
@@ -187,6 +193,9 @@ def _read_amd(amdsmi: Any) -> list[Gpu]:
             correctable=_count(errors.get("correctable_count")),
             deferred=_count(errors.get("deferred_count")),
             pcie_replays=_try_count(lambda: amdsmi.amdsmi_get_pcie_info(handle)["pcie_metric"]["pcie_replay_count"]),
+            temperature=_try_count(lambda: amdsmi.amdsmi_get_temp_metric(handle, *sensor)),
+            memory_used=_try_count(lambda: amdsmi.amdsmi_get_gpu_memory_usage(handle, memory)),
+            processes=_try_count(lambda: len(amdsmi.amdsmi_get_gpu_process_list(handle))),
         )
 
     amdsmi.amdsmi_init()
@@ -202,7 +211,7 @@ def _nvidia_gpu(nvml: Any, index: int) -> Gpu:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name = str(nvml.nvmlDeviceGetUUID(handle))
-        nvml.nvmlDeviceGetMemoryInfo(handle)  # a lost GPU may have a name
+        used = nvml.nvmlDeviceGetMemoryInfo(handle).used
     except nvml.NVMLError as error:
         if getattr(error, "value", None) != nvml.NVML_ERROR_GPU_IS_LOST:
             raise
@@ -221,6 +230,9 @@ def _nvidia_gpu(nvml: Any, index: int) -> Gpu:
         uncorrectable=errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         correctable=errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         pcie_replays=_try_count(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle)),
+        temperature=_try_count(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+        memory_used=_count(used),
+        processes=_try_count(lambda: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))),
         recovery_action=_try_count(recovery_action),
     )
 
