@@ -253,6 +253,21 @@ def test_a_kernel_that_writes_a_layer_of_a_stack_moves_that_layer_once():
     assert instruction_work(place, call).flops == 2 * 32768 * 2048 * 4096
 
 
+NORM = """\
+  %outputs = bf16[3,4096,2048]{2,1,0} parameter(2)
+  %stream = f32[4096,2048]{1,0} parameter(3)
+  %layer = s32[1]{0} parameter(4)
+  %call = (bf16[4096,2048]{1,0}, f32[4096,2048]{1,0}, f32[256,4,2048]{2,1,0}) custom-call(%outputs, %stream, %layer), \
+custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(train_step)/residual_norm_backward/pallas_call"}
+"""
+
+
+def test_a_kernel_that_reads_a_layer_of_a_stack_moves_that_layer_once():
+    place = parse(TWO_GATHERS.replace("  %copy.1", f"{NORM}  %copy.1"))
+    call = next(x for x in place.instructions if x.name == "call")
+    assert instruction_work(place, call).bytes == (2 * 2 + 2 * 4) * 4096 * 2048 + 4 * 256 * 4 * 2048 + 4
+
+
 @pytest.mark.parametrize(("dtype", "peak"), [("bf16", 989e12), ("f32", 494.7e12)])
 def test_matmuls_in_fp32_have_a_peak_of_their_own(dtype, peak):
     text = TEXT.replace("(bf16[1024,1024]{1,0}, s8", f"({dtype}[8192,8192]{{1,0}}, s8")

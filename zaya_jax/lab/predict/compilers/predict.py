@@ -197,6 +197,9 @@ def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     if name.startswith("grouped"):  # one layer of stacks: [l, e, p, q], and [l, t, q], both argument and result or read
         kept = {(dtype, sizes[1:]) for dtype, sizes in shapes if len(sizes) == 3}
         rows, shapes = shares.rows, [*kept, *((dtype, sizes[-3:]) for dtype, sizes in shapes if len(sizes) != 3)]
+    elif name == "residual_norm_backward":  # it may read one layer of [l, t, d]
+        tokens_width = next(sizes for _, sizes in shapes if len(sizes) == 2)
+        shapes = [(dtype, tokens_width if sizes[1:] == tokens_width else sizes) for dtype, sizes in shapes]
     tokens = rows * max((sizes[0] for _, sizes in shapes if len(sizes) == 2), default=0)
 
     def moved_share(sizes: tuple[int, ...]) -> float:
