@@ -11,7 +11,6 @@ from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS
 from zaya_jax.lab.predict.compilers.collectives import collectives, device_groups, mesh_axes
 from zaya_jax.lab.predict.compilers.compiled import failure_reason
-from zaya_jax.lab.predict.compilers.compiled_report import move_rows
 from zaya_jax.lab.predict.compilers.hlo import Instruction, arrays, parse, shape_bytes, walk
 from zaya_jax.lab.predict.compilers.predict import (
     Shares,
@@ -277,16 +276,16 @@ def test_matmuls_in_fp32_have_a_peak_of_their_own(dtype, peak):
     assert components[name] == pytest.approx(80 * 2 * 8192**3 / (peak * ASSUMPTIONS.matmul))
 
 
-def test_moves_in_loops_are_those_that_compute_nothing():
-    (slice_of_weights,) = move_rows(ENTRY, least=1e6)
+def test_fusions_that_only_move_compute_nothing():
+    slice_of_weights = predict(ENTRY, H200).costliest[0]
     assert slice_of_weights["what"] == "fusion jvp(layers)/dynamic_slice"
     assert (slice_of_weights["bytes"], slice_of_weights["times"]) == (4 + 2 * 2**21, 80)
-    assert move_rows(ENTRY) == []  # of 50 MB and more
+    assert slice_of_weights["moves"]
     negated = TEXT.replace("bitcast(%slice.1)", "negate(%slice.1)")
-    assert move_rows(parse(negated), least=1e6) == []
+    assert not predict(parse(negated), H200).costliest[0]["moves"]
     copied = TEXT.replace("fusion(%stack, %index), kind=kLoop, calls=%slice_fused", "copy(%stack)")
-    (whole,) = move_rows(parse(copied), least=1e6)
-    assert whole["bytes"] == 2 * 2 * 20 * 1024**2
+    whole = predict(parse(copied), H200).costliest[0]
+    assert (whole["bytes"], whole["moves"]) == (2 * 2 * 20 * 1024**2, True)
 
 
 @pytest.mark.parametrize(("dtype", "fp32"), [("bf16", False), ("f32", True), ("f64", True)])
