@@ -135,34 +135,36 @@ def rows_times_matrix(
 
 
 def _product_kernel(
-    static: Static, transpose: bool, tiles_ref: Any, x_ref: Any, w_ref: Any, moved: tuple[Any, Any], out_ref: Any
+    static: Static, transpose: bool, inputs: tuple[Any, ...], moved: tuple[Any, Any], _stack_ref: Any, out_ref: Any
 ) -> None:
-    (m, n, depth), architecture = static
-    order_ref, scale_ref = moved
-    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), architecture)
+    ((m, n, depth), architecture), (order_ref, scale_ref) = static, moved
+    (tiles_ref, x_ref, w_ref), (t, width) = inputs, out_ref.shape[-2:]
+    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(width, n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
-    column, fits = piece(column_index, n, out_ref.shape[1])
+    column, fits = piece(column_index, n, width)
     rows = jnp.where(own.inside, own.rows, 0)
     (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
     written = own.rows
     if order_ref is not None:
         # Masked rows get an index past the end: an emulated store would otherwise overwrite rows of this tile.
-        written = load(order_ref.at[own.rows], mask=own.inside, other=out_ref.shape[0])
+        written = load(order_ref.at[own.rows], mask=own.inside, other=t)
     if scale_ref is not None:
         out = out * load(scale_ref.at[written], mask=own.inside)[:, None]
-    store(out_ref.at[written[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
+    here = *own.layer(out_ref), written[:, None], column[None, :]
+    store(out_ref.at[here], out.astype(out_ref.dtype), mask=both(own.inside, fits))
 
 
 def grouped_product(
-    x_tp: jax.Array, w: Layer, sizes_e: jax.Array, transpose: bool = False, moved: Moved = (None, None), *,
-    architecture: Architecture,
+    x_tp: jax.Array, w: Layer, sizes_e: jax.Array, transpose: bool = False, moved: Moved = (None, None),
+    kept: jax.Array | None = None, *, architecture: Architecture,
 ) -> jax.Array:  # fmt: skip
     """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; with `transpose`, `x_tq @ w_epq[e].T`.
 
     Rows are bf16 or fp32 and sorted by group, matrices of the same dtype; `sizes_e` is the int32 number of rows of each
     group, whose sum is at most t. `moved` is an int32 permutation, by which row i of the result is written to row
     `order_t[i]`, and fp32 factors of the written rows; None for neither. Returns [t, q] (with `transpose` [t, p]) in
-    the dtype of the rows, sums in fp32; zero in rows past the groups.
+    the dtype of the rows, sums in fp32; zero in rows past the groups. With `kept`, [l, t, q], returns that with the
+    result in the layer of `w`, in place.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
     (w_lepq, layer), cut = w, tile(name, architecture, x_tp.dtype)
@@ -170,8 +172,10 @@ def grouped_product(
     m, n, _ = cut.sizes
     tiles = row_tiles(sizes_e, t, m, layer)
     kernel = functools.partial(_product_kernel, (cut.sizes, architecture), transpose)
-    out, grid = Out((t, width), x_tp.dtype), (tiles.shape[1] * pl.cdiv(width, n),)
-    return launch(name, kernel, (tiles, x_tp, w_lepq, moved), out, grid, cut, architecture)
+    arrays, grid = ((tiles, x_tp, w_lepq), moved, kept), (tiles.shape[1] * pl.cdiv(width, n),)
+    out = Out((t, width) if kept is None else kept.shape, x_tp.dtype)
+    aliases = {} if kept is None else {len(jax.tree.leaves(arrays)) - 1: 0}
+    return launch(name, kernel, arrays, out, grid, cut, architecture, aliases)
 
 
 def _outer_kernel(

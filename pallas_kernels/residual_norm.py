@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
     stream_td: Any  # residual stream, fp32
     vectors_d: Any  # scale and bias of the output, scale and bias of the stream; empty for a plain sum
     weight_d: Any  # weight of the norm
+    layer: Any = None  # int32 [1], index in `output_td` for the backward pass if that has all layers, [l, t, d]
 
 
 def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: Architecture) -> Cut:
@@ -80,7 +81,7 @@ def residual_norm_backward(
     """
     tokens, width = x.stream_td.shape
     cut = backward_cut(tokens, width, d_normed_td.dtype, architecture)
-    like = tuple(Out(array.shape, array.dtype) for array in (x.output_td, x.stream_td))
+    like = tuple(Out(x.stream_td.shape, array.dtype) for array in (x.output_td, x.stream_td))
     out = (like, Out((cut.programs, 4 if x.vectors_d else 1, width), jnp.float32))
     kernel, arrays = functools.partial(_backward_kernel, cut, eps), (x, d_new_td, d_normed_td)
     grid = (cut.parts, cut.programs)
@@ -103,9 +104,9 @@ class _Place(NamedTuple):
     column: jax.Array
     inside: jax.Array
 
-    def load(self, ref: Any) -> jax.Array:
-        """Load the elements from `ref` in fp32; zero outside."""
-        return load(ref.at[self.row, self.column], mask=self.inside).astype(jnp.float32)
+    def load(self, ref: Any, *layer: jax.Array) -> jax.Array:
+        """Load the elements from `ref`, or its `layer`, in fp32; zero outside."""
+        return load(ref.at[*layer, self.row, self.column], mask=self.inside).astype(jnp.float32)
 
     def vector(self, ref: Any) -> jax.Array:
         """Load the columns of a vector, fp32 [1, lanes]; zero outside."""
@@ -170,14 +171,15 @@ def _forward_kernel(cut: Cut, eps: float, x: Inputs, new_ref: Any, normed_ref: A
 def _backward_kernel(
     cut: Cut, eps: float, x: Inputs, d_new_ref: Any, d_normed_ref: Any, d_terms: Any, partial_ref: Any
 ) -> None:
-    (output_ref, stream_ref, vector_refs, weight_ref), (d_output_ref, d_stream_ref) = x, d_terms
+    (output_ref, stream_ref, vector_refs, weight_ref, layer_ref), (d_output_ref, d_stream_ref) = x, d_terms
     width, dtype = stream_ref.shape[1], d_normed_ref.dtype
     own, program = pl.program_id(0), pl.program_id(1)
 
     def read(number: jax.Array, part: jax.Array) -> _Part:
         place = _place(program * cut.steps + number, part, cut, stream_ref.shape)
-        refs = output_ref, stream_ref, d_new_ref, d_normed_ref  # all loads are issued before the first sum
-        output, stream, d_new, d_normed = [place.load(ref) for ref in refs]
+        layer = () if layer_ref is None else (layer_ref[0],)
+        output = place.load(output_ref, *layer)  # all loads are issued before the first sum
+        stream, d_new, d_normed = [place.load(ref) for ref in (stream_ref, d_new_ref, d_normed_ref)]
         vectors = [place.vector(ref) for ref in vector_refs]
         output, stream, new = _terms(output, stream, vectors)
         exact = _rounded(new, dtype)

@@ -83,7 +83,7 @@ def test_a_merge_computes_the_gradient_of_the_norm_after_it(seed, rows, width, s
         for norm, output, following in zip(norms, outputs, weights[1:], strict=False):
             value += (jnp.sin(norm(x, x.dtype, carrier)) * x).sum()
             terms = output, x, vectors
-            merged: Any = fused_merge(LOCAL, 1e-5, terms, following, carrier) if fused else (merge(*terms), None)
+            merged: Any = fused_merge(LOCAL, 1e-5, terms, following, carrier, ()) if fused else (merge(*terms), None)
             x, carrier = merged
         return value + jnp.sin(norms[-1](x, x.dtype, carrier)).sum()
 

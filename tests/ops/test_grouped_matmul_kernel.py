@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_matmul import row_tile, row_tiles
+from pallas_kernels.grouped_matmul import grouped_product, row_tile, row_tiles
 from tests.helpers import jit, seeds
 from tests.kernel_helpers import kernel, lowered_kernels, shape
 from zaya_jax.ops.grouped_matmul import grouped_matmul
@@ -35,6 +35,7 @@ def by_kernels(platform):
 
 
 emulated = by_kernels("interpret")
+product = jit(functools.partial(grouped_product, architecture="interpret"))
 
 
 def draw(dims, dtype, seed):
@@ -89,6 +90,15 @@ def test_other_shapes(dims, dtype):
         check(dims, dtype, sizes, seed)
 
     run()
+
+
+@settings(max_examples=3)
+@given(sizes=splits(SHAPE[0], SHAPE[3]), layer=st.integers(0, 2), seed=seeds())
+def test_a_product_is_written_to_its_layer_of_the_rows_that_are_kept(sizes, layer, seed):
+    x, w, _ = draw(SHAPE, "bfloat16", seed)
+    stack, kept = jnp.stack([w + i for i in range(3)]), jnp.full((3, SHAPE[0], SHAPE[2]), 7, x.dtype)
+    out, ours = (product(x, (stack, layer), sizes, kept=space) for space in (None, kept))
+    np.testing.assert_array_equal(*(np.asarray(array, np.float32) for array in (ours, kept.at[layer].set(out))))
 
 
 def test_rows_past_the_groups_and_of_others_may_hold_anything():

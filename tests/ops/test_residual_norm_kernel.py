@@ -86,6 +86,27 @@ def test_any_rows_and_widths(seed, rows, width, output, dtype, scaled):
     check(seed, (rows, width), output, dtype, scaled)
 
 
+@functools.cache
+def gradient_with(dtype):
+    run = kernel("residual_norm", "interpret")
+
+    def back(arrays, gradients, kept):
+        return jax.vjp(lambda *x: run(*x, EPS, dtype, *kept), *arrays)[1](gradients)
+
+    return jit(back)
+
+
+@settings(max_examples=3)
+@given(seed=seeds(), layer=st.integers(0, 2))
+def test_the_gradient_reads_the_output_in_its_layer_of_those_that_are_kept(seed, layer):
+    """Bit by bit as the output alone; of the other layers it reads nothing."""
+    arrays, gradients = draw(seed, (7, 96), BF16, BF16, scaled=True)
+    stack = jnp.full((3, 7, 96), jnp.nan, BF16).at[layer].set(arrays[0])
+    hidden = jnp.full_like(arrays[0], jnp.nan), *arrays[1:]  # what is not read
+    ours = gradient_with(BF16)(hidden, gradients, (stack, layer))
+    chex.assert_trees_all_equal(ours, gradient_with(BF16)(arrays, gradients, ()))
+
+
 def test_bfloat16_rounds_where_the_reference_does():
     arrays, gradients = draw(0, (7, 96), BF16, BF16, scaled=True)
     (new, normed), _ = whole(BF16)(arrays, gradients)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close, jit
-from tests.kernel_helpers import kernels, traced_kernels
+from tests.kernel_helpers import equations, kernels, traced_kernels
+from zaya_jax.model.layers import Carrier, fused_merge
 from zaya_jax.model.zaya import POLICIES
+from zaya_jax.ops.residual_norm import MergeVectors
 from zaya_jax.ops.stacked import Accumulated, kept_rows
 from zaya_jax.parallel.accumulation import scan_layers
 
@@ -73,38 +75,60 @@ def test_no_further_stack_is_in_memory():
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 64**3 * 4 / 2
 
 
-def gradient_of_experts(keep, remat, stacks, x_td, expert_lt):
-    """Loss, gradient and sums of a model whose layers are experts by kernels, with or without space to `keep` rows."""
-    experts, totals = kernels("interpret").ops.experts, jax.tree.map(lambda x: jax.new_ref(jnp.ones(x.shape)), stacks)
+def gradient_of_experts(keep, remat, platform, stacks, x_td, vectors_ld, expert_lt, other_rows=0):
+    """Loss, gradient and sums of a model whose layers are experts and a merge, with or without space to `keep` rows."""
+    ops, totals = kernels(platform).ops, jax.tree.map(lambda x: jax.new_ref(jnp.ones(x.shape)), stacks)
 
-    def layer(x_td, parts):
-        expert_t, matrices = parts
-        return x_td + experts(x_td, expert_t, jnp.cos(x_td[:, 0]), *matrices), None
+    def layer(carry, parts):
+        (x_td, carrier), (expert_t, matrices, (weight_d, *vectors)) = carry, parts
+        out = ops.experts(carrier.value, expert_t, jnp.cos(x_td[:, 0]), *matrices)
+        out_td, *kept = out if isinstance(out, tuple) else (out,)
+        return fused_merge(ops, 1e-5, (out_td, x_td, MergeVectors(*vectors)), weight_d, carrier, kept), None
 
-    def of_values(probe, x_td):
-        space = [kept_rows(stack, len(x_td)) if keep else None for stack in stacks]
+    def of_values(probe, x_td, vectors_ld):
+        space = [kept_rows(stack, len(x_td) + other_rows) if keep else None for stack in stacks]
         layers = [Accumulated(*parts, probe, True, rows) for *parts, rows in zip(stacks, totals, space, strict=True)]
         step = jax.checkpoint(layer, policy=POLICIES["dots"], prevent_cse=False) if remat else layer
-        return (scan_layers(step, x_td, (expert_lt, layers))[0] ** 2).sum()
+        carry, _ = scan_layers(step, (x_td, Carrier(jnp.sin(x_td))), (expert_lt, layers, vectors_ld))
+        return (carry[0] ** 2).sum() + jnp.tanh(carry[1].value).sum()
 
-    value, gradient = jax.value_and_grad(of_values, argnums=(0, 1))(jnp.zeros(()), x_td)
+    value, gradient = jax.value_and_grad(of_values, argnums=(0, 1, 2))(jnp.zeros(()), x_td, vectors_ld)
     return value, gradient, jax.tree.map(jax.freeze, totals)
 
 
+def test_space_for_another_number_of_rows_is_not_used():
+    """With several experts for a token, there are more rows than tokens."""
+    stacks = [np.zeros((LAYERS, 2, *sizes), np.float32) for sizes in ((WIDTH, 32), (16, WIDTH))]
+    x_td, vectors = np.zeros((24, WIDTH), np.float32), [np.zeros((LAYERS, WIDTH), np.float32)] * 5
+    arrays = stacks, x_td, vectors, np.zeros((LAYERS, 24), np.int32)
+    saved = [saved_elements(functools.partial(gradient_of_experts, keep, True, "interpret", other_rows=1), *arrays)
+             for keep in (True, False)]  # fmt: skip
+    assert saved[0] == saved[1]
+
+
+def saved_elements(function, *arrays):
+    """The number of elements that the loop over layers stacks for its backward pass."""
+    scan = next(x for x in equations(function, *arrays) if x.primitive.name == "scan")
+    return sum(x.aval.size for x in scan.outvars[scan.params["num_carry"] :])
+
+
+@pytest.mark.parametrize("platform", ["interpret", "cpu"])
 @pytest.mark.parametrize("remat", [False, True])
-def test_rows_are_kept_in_place_for_the_backward_pass(remat):
+def test_rows_are_kept_in_place_for_the_backward_pass(remat, platform):
     """Results are those without space for the rows, and no kernel runs again."""
     rng, (tokens, experts, width) = np.random.default_rng(1), (24, 2, 16)
-    shapes = (LAYERS, experts, WIDTH, 2 * width), (LAYERS, experts, width, WIDTH), (tokens, WIDTH)
-    gate_up, down, x_td = (rng.normal(size=size).astype(np.float32) / 4 for size in shapes)
+    shapes = (LAYERS, experts, WIDTH, 2 * width), (LAYERS, experts, width, WIDTH), (tokens, WIDTH), (5, LAYERS, WIDTH)
+    gate_up, down, x_td, vectors = (rng.normal(size=size).astype(np.float32) / 4 for size in shapes)
     expert_lt = rng.integers(0, experts + 1, (LAYERS, tokens)).astype(np.int32)
-    functions = [functools.partial(gradient_of_experts, keep, remat) for keep in (True, False)]
-    arrays = [gate_up, down], x_td, expert_lt
+    functions = [functools.partial(gradient_of_experts, keep, remat, platform) for keep in (True, False)]
+    arrays = [gate_up, down], x_td, list(vectors), expert_lt
     ours, theirs = (jax.device_get(jit(function)(*arrays)) for function in functions)
     assert_close(ours, theirs, 1e-6)
     launched = [sorted(traced_kernels(function, *arrays)) for function in functions]
     assert launched[0] == launched[1]
-    assert launched[0].count("grouped_swiglu") == 1
+    assert platform == "cpu" or launched[0].count("grouped_product") == launched[0].count("grouped_swiglu") == 1
+    in_place, stacked = (saved_elements(function, *arrays) for function in functions)
+    assert stacked - in_place == (platform == "interpret") * LAYERS * tokens * (WIDTH + 2 * width)
 
 
 @pytest.mark.parametrize(("platform", "uninitialized"), [("cuda", 2), ("rocm", 2), ("cpu", 0)])

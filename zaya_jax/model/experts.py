@@ -1,7 +1,7 @@
 """Mixture of experts: a router and e SwiGLU experts, top-1, dropless (docs/reference.md §1.4)."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ class MixtureOutput(NamedTuple):
     out_bsd: jax.Array  # to be merged into the residual stream
     state_bsr: jax.Array  # of the router, for the next layer's
     counts_e: jax.Array  # int32 [e + 1], tokens of each class, skip last
+    kept: Any  # reference to outputs of all layers, [l, b · s, d], and the index of this one; or nothing
 
 
 class MixtureOfExperts(nnx.Module):
@@ -71,8 +72,9 @@ class MixtureOfExperts(nnx.Module):
             routed = real[..., None] & (routing.expert_bs[..., None] == classes)
             counts = routed.reshape(-1, len(classes)).sum(0, dtype=jnp.int32)
             expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)
-        out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1), *matrices)
-        return MixtureOutput(out_td.reshape(b, s, d), routing.state_bsr, counts)
+        out = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1), *matrices)
+        out_td, *kept = out if isinstance(out, tuple) else (out,)
+        return MixtureOutput(out_td.reshape(b, s, d), routing.state_bsr, counts, kept)
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:

@@ -103,23 +103,33 @@ Terms = tuple[jax.Array, jax.Array, MergeVectors | None]  # a sublayer's output,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def fused_merge(ops: Ops, eps: float, terms: Terms, weight_d: Any, carrier: Any) -> tuple[jax.Array, Any]:
+def fused_merge(ops: Ops, eps: float, terms: Terms, weight_d: Any, carrier: Any, kept: Any) -> tuple[jax.Array, Any]:
     """Merge an output into the residual stream, whose norm, of weight `weight_d`, the next layer computes.
 
     Returns the new stream, fp32, and the `carrier` for that norm. One pass computes the gradients of merge and norm, as
-    it does inside a layer. Without a gradient, weight and carrier may be None.
+    it does inside a layer; it reads the output where it is `kept`, if it is (`MixtureOutput.kept`). Without a gradient,
+    weight and carrier may be None.
     """
-    del ops, eps, weight_d
+    del ops, eps, weight_d, kept
     return merge(*terms), carrier
 
 
+def _merge_forward(ops: Ops, eps: float, terms: Terms, weight_d: Any, carrier: Any, kept: Any) -> Any:
+    merged = fused_merge(ops, eps, terms, weight_d, carrier, kept)
+    return merged, ((None, *terms[1:]) if kept else terms, weight_d, kept)
+
+
 def _merge_backward(ops: Ops, eps: float, saved: Any, gradients: tuple[jax.Array, Carrier]) -> tuple[Any, ...]:
-    d_new, d_normed = gradients[0], gradients[1].value
-    _, pullback = jax.vjp(lambda terms, weight_d: ops.residual_norm(*terms, weight_d, eps, d_normed.dtype), *saved)
-    return *pullback((d_new, d_normed)), None
+    (terms, weight_d, kept), d_new, d_normed = saved, gradients[0], gradients[1].value
+    if kept:
+        kept = kept[0][...], kept[1]
+        terms = kept[0][kept[1]].reshape(d_new.shape), *terms[1:]
+    _, pullback = jax.vjp(lambda *x: ops.residual_norm(*x, eps, d_normed.dtype, *kept), *terms, weight_d)
+    *d_terms, d_weight = pullback((d_new, d_normed))
+    return tuple(d_terms), d_weight, None, None
 
 
-fused_merge.defvjp(lambda *arguments: (fused_merge(*arguments), arguments[2:4]), _merge_backward)
+fused_merge.defvjp(_merge_forward, _merge_backward)
 
 
 def rotary_table(

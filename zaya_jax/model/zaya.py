@@ -110,7 +110,7 @@ class Block(nnx.Module):
             mixed = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         with part("norm"):
             terms = mixed.out_bsd, x_bsd, self.mixture_merge and self.mixture_merge.vectors
-            merged: Any = fused_merge(ops, self.mixture_norm.eps, terms, following_d, carrier)
+            merged: Any = fused_merge(ops, self.mixture_norm.eps, terms, following_d, carrier, mixed.kept)
         return LayerOutput(merged[0], mixed.state_bsr, mixed.counts_e, cache, merged[1])
 
     @staticmethod

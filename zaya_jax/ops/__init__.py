@@ -40,7 +40,8 @@ class Ops:
     cca_mix: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = cca_mix  # `ops.cca_mix.cca_mix`
     residual_norm: Callable[..., tuple[jax.Array, Any]] = residual_norm  # `ops.residual_norm.residual_norm`
     router: Callable[..., tuple[jax.Array, jax.Array]] = router  # `ops.router.router`
-    experts: Callable[..., jax.Array] = dispatch_experts  # `ops.experts.dispatch_experts`
+    # `ops.experts.dispatch_experts`; a kernel whose output is kept returns it with `MixtureOutput.kept`
+    experts: Callable[..., Any] = dispatch_experts
     orthogonalize: Callable[..., jax.Array] = orthogonalize  # `ops.orthogonalize.orthogonalize`
     # returns the rows before this device's piece of the sequence, for convolutions and the delayed value; None for a
     # sequence that is not split

@@ -106,7 +106,7 @@ def _unsupported(
     return ""
 
 
-def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -> jax.Array:
+def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -> jax.Array | tuple[Any, ...]:
     h_td, expert_t, weight_t, gate_up_edf, down_efd = arguments
     experts = down_efd.shape[0]
     with part("dispatch"):
@@ -115,7 +115,8 @@ def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -
         else:
             order, sizes_e = _sort(expert_t, experts)
     x = _Sorted(h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
-    return checkpoint_name(_experts((architecture, gather), x), MATMUL_OUTPUT)
+    out_td, kept = checkpoint_name(_experts((architecture, gather), x), MATMUL_OUTPUT), _space(x, down_efd)
+    return out_td if kept is None else (out_td, kept, down_efd.layer)
 
 
 class _Sorted(NamedTuple):
@@ -137,18 +138,28 @@ def _experts(how: How, x: _Sorted) -> jax.Array:
     return _run(how[0], x, keep=False)[0]
 
 
-def _run(architecture: Architecture, x: _Sorted, keep: bool, kept: jax.Array | None = None) -> list[jax.Array]:
-    """Return the output, and with `keep` the sorted gate and up projections, or `kept` with these in its layer."""
+def _space(x: _Sorted, matrices: Matrices) -> Any:
+    """Return the reference to space for the products of these rows, of which a token may have several; or None."""
+    kept = in_stack(matrices).kept
+    return kept if kept is not None and kept.shape[1] == len(x.h_td) else None
+
+
+def _run(architecture: Architecture, x: _Sorted, keep: bool, space: Any = (None, None)) -> list[jax.Array]:
+    """Return the output, and with `keep` the sorted gate and up projections; or `space` with these in its layer."""
     hidden_tf, *kept_tf = grouped_swiglu(
-        x.h_td, x.order_t, in_stack(x.gate_up).pair, x.sizes_e, keep=keep, kept=kept, architecture=architecture
+        x.h_td, x.order_t, in_stack(x.gate_up).pair, x.sizes_e, keep=keep, kept=space[1], architecture=architecture
     )
     down, moved = in_stack(x.down).pair, (x.order_t, x.weight_t)
-    return [grouped_product(hidden_tf, down, x.sizes_e, moved=moved, architecture=architecture), *kept_tf]
+    return [grouped_product(hidden_tf, down, x.sizes_e, False, moved, space[0], architecture=architecture), *kept_tf]
 
 
 def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
-    kept: Any = in_stack(x.gate_up).kept
-    out_td, gate_up_tf = _run(how[0], x, True, None if kept is None else kept[...])
+    kept_out, kept = _space(x, x.down), _space(x, x.gate_up)
+    space = [None if reference is None else reference[...] for reference in (kept_out, kept)]
+    out_td, gate_up_tf = _run(how[0], x, True, space)
+    if kept_out is not None:
+        kept_out[...] = out_td
+        out_td = out_td[x.down.layer]
     if kept is None:
         kept = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
     else:

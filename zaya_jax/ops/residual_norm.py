@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from pallas_kernels.residual_norm import WIDEST, Inputs, residual_norm_backward, residual_norm_forward
@@ -45,7 +46,7 @@ def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: Vectors) -> jax
 
 @functools.partial(recomputed, static_argnums=(4, 5))
 def residual_norm(
-    output_bsd: jax.Array, stream_bsd: jax.Array, vectors: Vectors, weight_d: jax.Array, eps: float, dtype: DTypeLike
+    output_bsd: Array, stream_bsd: Array, vectors: Vectors, weight_d: Array, eps: float, dtype: DTypeLike, *_kept: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Merge an output into the residual stream, and normalize the result.
 
@@ -56,6 +57,7 @@ def residual_norm(
       weight_d: weight of the norm.
       eps: added to the mean square of a row.
       dtype: dtype of the norm; the stream is rounded to it first (`rms_norm`).
+      _kept: outputs of all layers [l, t, d] and the int32 index of `output_bsd`, if a backward pass can read it there.
 
     Returns:
       The new residual stream in its dtype, and its norm in `dtype`; both of the stream's shape.
@@ -67,7 +69,7 @@ def residual_norm(
 def _unsupported(
     _architecture: str, output: jax.Array, stream: jax.Array, vectors: Vectors, weight: jax.Array, *static: Any
 ) -> str:
-    _eps, dtype = static
+    _eps, dtype, *_ = static
     width, parameters = stream.shape[-1] if stream.ndim else 0, (weight, *(vectors or ()))
     kinds = [jnp.dtype(kind) for kind in (output.dtype, dtype, *(x.dtype for x in parameters))]
     if stream.dtype != jnp.float32 or not {*kinds} <= {*DTYPES}:
@@ -83,29 +85,31 @@ def _unsupported(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
 def _kernel(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, jax.Array]:
-    output, stream, vectors, weight, eps, dtype = arguments
+    output, stream, vectors, weight, eps, dtype, *_ = arguments
     inputs = _inputs(output, stream, vectors, weight)
     new, normed = residual_norm_forward(inputs, eps=eps, dtype=dtype, architecture=architecture)
     return new.reshape(stream.shape), normed.reshape(stream.shape)
 
 
-def _inputs(output: Any, stream: Any, vectors: Any, weight: Any) -> Inputs:
-    return Inputs(_rows(output), _rows(stream), tuple(vectors or ()), weight)
+def _inputs(output: Any, stream: Any, vectors: Any, weight: Any, *kept: Any) -> Inputs:
+    output_td, layer = (kept[0], jnp.reshape(kept[1], 1)) if kept else (_rows(output), None)
+    return Inputs(output_td, _rows(stream), tuple(vectors or ()), weight, layer)
 
 
 def _backward(
     architecture: Architecture, eps: float, _dtype: DTypeLike, saved: tuple[Any, ...], gradients: tuple
 ) -> tuple:
-    output, stream, vectors, weight = saved
+    output, stream, vectors, weight, *kept = saved
     inputs, rows = _inputs(*saved), map(_rows, gradients)
     d_output, d_stream, d_parameters = residual_norm_backward(inputs, *rows, eps=eps, architecture=architecture)
     d_weight, *d_vectors = d_parameters
     if vectors is not None:
         vectors = MergeVectors(*(d.astype(vector.dtype) for d, vector in zip(d_vectors, vectors, strict=True)))
-    return d_output.reshape(output.shape), d_stream.reshape(stream.shape), vectors, d_weight.astype(weight.dtype)
+    d_terms = d_output.reshape(output.shape), d_stream.reshape(stream.shape), vectors
+    return *d_terms, d_weight.astype(weight.dtype), *(None for _ in kept)
 
 
-_kernel.defvjp(lambda *arguments: (_kernel(*arguments), arguments[1:5]), _backward)
+_kernel.defvjp(lambda *arguments: (_kernel(*arguments), (*arguments[1:5], *arguments[7:])), _backward)
 
 
 def _rows(x: jax.Array) -> jax.Array:

@@ -35,12 +35,15 @@ def _norm_backward(kernel, arrays, out, architecture):
     cut, (x, *gradients) = kernel.args[0], arrays
     x = x._replace(vectors_d=x.vectors_d or [None] * 4)
     pointers, values = _norm_forward(kernel, [x], out, architecture)
-    return ([*pointers, *gradients], {**values, "steps": cut.steps}) if cut.parts == 1 else None
+    ported = cut.parts == 1 and x.layer is None  # those that read outputs of all layers are Pallas'
+    return ([*pointers, *gradients], {**values, "steps": cut.steps}) if ported else None
 
 
 def _grouped_product(kernel, arrays, out, architecture):
     ((m, n, depth), _), transpose = kernel.args
-    tiles, x, w, moved = arrays
+    (tiles, x, w), moved, kept = arrays
+    if kept is not None:  # those that write to the outputs of all layers are Pallas'
+        return None
     sizes = {"tile_rows": tiles.shape[1], "rows": len(x), "groups": w.shape[1], "p": x.shape[1], "q": out.shape[1]}
     chiplets = 1 if platform(architecture) == "cuda" else grouped_matmul.CHIPLETS
     order = {"transpose": transpose, "together": grouped_matmul.TOGETHER, "chiplets": chiplets}

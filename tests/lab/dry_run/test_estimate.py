@@ -6,9 +6,9 @@ import pytest
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, HARDWARE, LINKS
-from zaya_jax.lab.predict.dry_run.estimate import advice, estimate_phase, model_flops, simulated_programs, speedups
+from zaya_jax.lab.predict.dry_run.estimate import advice, estimate_phase, model_flops, simulated_programs
 from zaya_jax.lab.predict.dry_run.memory import Activations, Memory
-from zaya_jax.lab.predict.dry_run.traffic import Transfer, seconds
+from zaya_jax.lab.predict.dry_run.traffic import seconds
 from zaya_jax.model.arithmetic import training_flops_per_token
 
 RELEASED = load_config("configs/zaya1_8b.yaml")
@@ -115,19 +115,3 @@ def test_advice_is_only_of_what_would_help():
     alone = {"data": 1, "fsdp": 1, "expert": 1, "context": 1}
     assert advice(made(sequences=1, remat="full", axes=alone), device) == ["more devices"]
     assert advice(made(memory=made().memory._replace(update=int(70e9))), device) == ["more devices"]
-
-
-def test_free_memory_and_an_exposed_network_have_advice():
-    device, times = HARDWARE["h200"], {"matmuls and kernels": 1.0, "exposed network": 0.1}
-    least = made(seconds=times, micro_batches=4, remat="full")
-    free = ["train.batch.micro_batch above 2", "train.remat=dots"]
-    assert speedups(least, int(80e9), device)[:-1] == free
-    assert "--suggest" in speedups(least, int(80e9), device)[-1]
-    assert speedups(least, int(120e9), device) == []
-    hidden = Transfer("gradients of layers", "reduce-scatter", ("fsdp",), 9e9, hidden=True)
-    changes = {("data",): "a larger train.batch.tokens", ("fsdp",): "a smaller parallel.fsdp",
-               ("data", "expert"): "a smaller parallel.expert", ("context",): "a smaller parallel.context"}  # fmt: skip
-    for axes, change in changes.items():
-        moved = [hidden, Transfer("parameters", "all-gather", ("data",), 1e9), Transfer("most", "any", axes, 5e9)]
-        slow = least._replace(seconds=times | {"exposed network": 1.0}, transfers=moved)
-        assert speedups(slow, int(120e9), device)[:-1] == [change]

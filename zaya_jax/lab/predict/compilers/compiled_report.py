@@ -1,6 +1,5 @@
 """The report of a compiled step, as text and as JSON."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 from zaya_jax.hardware.data_sheets import ASSUMPTIONS, LINKS, SLOW, Hardware
 from zaya_jax.lab.predict.compilers.collectives import mesh_axes
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep
-from zaya_jax.lab.predict.compilers.hlo import FUSIONS, Instruction, Place, shape_bytes, walk
-from zaya_jax.lab.predict.compilers.predict import Prediction, fusion_bytes, is_launch, launches
+from zaya_jax.lab.predict.compilers.hlo import Place, walk
+from zaya_jax.lab.predict.compilers.predict import Prediction, is_launch, launches
 from zaya_jax.lab.predict.compilers.resources import resource_cells, resource_heads
 from zaya_jax.lab.predict.step_time import span
 from zaya_jax.lab.result import table_lines
@@ -18,12 +17,6 @@ from zaya_jax.run.table import NONE, Table, number, percent
 _GB, _MB, _MS = 1e9, 1e6, 1e-3
 _UNITS = _MS, 1e12, _GB  # of the fields of `PartCost` after the time
 _LISTED = 8  # rows of a table in the text; the JSON has all
-LARGE = 50e6  # bytes of a move that is listed
-_MOVING = re.compile(
-    "bitcast|bitcast-convert|broadcast|concatenate|constant|convert|copy|(dynamic-)?slice|dynamic-update-slice|"
-    "get-tuple-element|iota|pad|parameter|reshape|reverse|transpose|tuple"
-)
-_INDEXING = {"s32", "u32", "s64", "u64", "pred"}  # what indices are computed in
 _PASS = {
     "step": "whole step",
     "micro-batches": "one micro-batch",
@@ -63,30 +56,6 @@ def launch_rows(entry: Place) -> dict[str, int]:
     return rows
 
 
-def move_rows(entry: Place, least: float = LARGE) -> list[dict[str, Any]]:
-    """Describe what moves at least `least` bytes in loops without computing, from the most bytes on."""
-    rows = [
-        {"bytes": moved, "times": place.times, "place": place.label, "what": instruction.title}
-        for place in walk(entry)
-        if place.outer is not None
-        for instruction in place.instructions
-        if (moved := _moved(place, instruction)) >= least
-    ]
-    return sorted(rows, key=lambda row: -row["bytes"] * row["times"])
-
-
-def _moved(place: Place, instruction: Instruction) -> int:
-    """Return the bytes that an instruction moves; 0 if it computes."""
-    if instruction.opcode in ("copy", "copy-start", "transpose"):
-        return 2 * sum(shape_bytes(place.shapes.get(name, "")) for name in instruction.operands)
-    if instruction.opcode not in FUSIONS:
-        return 0
-    body = place.computations[instruction.called("calls")]
-    rest = (x for x in body if not _MOVING.fullmatch(x.opcode))
-    computes = any(x.shape.partition("[")[0] not in _INDEXING for x in rest)
-    return 0 if computes else fusion_bytes(place, instruction)
-
-
 def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
     """Return the lines that describe a compiled step."""
     memory, total, exposed = step.memory, prediction.seconds, prediction.exposed_seconds
@@ -100,12 +69,12 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     ]
     parts += [("collectives, exposed", number(exposed, _MS), NONE, NONE, NONE)] if exposed else []
     passes = ((_PASS[kind], str(count)) for kind, count in launch_rows(step.entry).items())
-    costliest, moves = prediction.costliest[:_LISTED], move_rows(step.entry)
-    moved = sum(row["bytes"] * row["times"] for row in moves) / _GB
     used = f"{step.host_bytes / _GB:.1f} GB of this machine's memory"
     limits = "predicted time by part of the step, and what the data sheet's peaks would allow"
-    large = f"copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops"
-    listed = ((f"{x['times']:,}", number(x["bytes"], _MB), x["what"], x["place"]) for x in moves[:_LISTED])
+    costliest = [
+        (number(x["seconds"], _MS), f"{x['times']:,}", number(x["bytes"], _MB), x["what"], x["place"])
+        for x in prediction.costliest[:_LISTED]
+    ]
     return [
         f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {used}",
         *([f"  {step.stand_ins}"] if step.stand_ins else []),
@@ -116,12 +85,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
         *section(limits, ("", "predicted (ms)", "roofline (ms)", "TFLOP", "GB moved"), parts),
         *section("kernel launches", ("", "launches"), passes),
         *_collective_lines(collective_rows(prediction, axes)),
-        *section(
-            "costliest fusions and copies, per step",
-            ("ms", "what", "place"),
-            ((number(row["seconds"], _MS), row["what"], row["place"]) for row in costliest),
-        ),
-        *section(f"{large}: {len(moves)}, {moved:,.0f} GB per step", ("times", "MB", "what", "place"), listed),
+        *section("costliest fusions and copies, per step", ("ms", "times", "MB", "what", "place"), costliest),
         *_kernel_lines(step),
     ]
 
@@ -130,8 +94,8 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
     """Return all that is known of a compiled step, as JSON values."""
     described = {"proof": f"compiled for {step.gpu}", "seconds": step.seconds, "host_bytes": step.host_bytes}
     described |= {"memory": {**step.memory, "peak": step.peak_memory}, "launches": launch_rows(step.entry)}
-    described |= {"collectives": collective_rows(prediction, axes), "moves": move_rows(step.entry)}
-    described |= {"costliest": prediction.costliest, "kernels": [kernel._asdict() for kernel in step.kernels]}
+    described |= {"collectives": collective_rows(prediction, axes), "costliest": prediction.costliest}
+    described |= {"kernels": [kernel._asdict() for kernel in step.kernels]}
     parts = {part: cost._asdict() for part, cost in prediction.parts.items()}
     predicted = {"seconds": prediction.seconds, "most": prediction.most, "parts": parts}
     predicted["components"] = prediction.components

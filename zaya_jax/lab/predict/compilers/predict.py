@@ -41,7 +41,7 @@ class Prediction(NamedTuple):
     components: dict[str, float]  # seconds by component; collectives count as far as they are exposed
     parts: dict[str, PartCost]  # what each part of the step costs, see `ops.parts`, the costliest first
     exposures: list[Exposure]  # of each collective
-    costliest: list[dict[str, Any]]  # rows of fusions and copies, `bytes` of their results, from the costliest
+    costliest: list[dict[str, Any]]  # fusions and copies, and whether each only `moves` its `bytes`; by their seconds
     most: float = 0.0  # seconds of the whole step at the slow end of what is not known of the device
 
     @property
@@ -79,7 +79,7 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
 
 def _predict(entry: Place, hardware: Hardware, shares: Shares) -> Prediction:
     components, parts = defaultdict[str, float](float), defaultdict[str, PartCost](PartCost)
-    exposures, moves = list[Exposure](), list[dict[str, Any]]()
+    exposures, costliest = list[Exposure](), list[dict[str, Any]]()
 
     def run(place: Place) -> float:
         timeline, finished = Timeline(), dict[int, float]()
@@ -104,13 +104,14 @@ def _predict(entry: Place, hardware: Hardware, shares: Shares) -> Prediction:
                 parts[part] = PartCost(*(x + place.times * more for x, more in zip(parts[part], once, strict=True)))
                 if work.component in ("fusions", "scatters", "copies"):
                     row = {"seconds": seconds * place.times, "times": place.times, "place": place.label}
-                    moves.append(row | {"what": instruction.title, "bytes": shape_bytes(instruction.shape)})
+                    moves = _only_moves(place, instruction)
+                    costliest.append(row | {"what": instruction.title, "bytes": work.bytes, "moves": moves})
         return timeline.now
 
     seconds = run(entry)
     by_time = dict(sorted(components.items(), key=lambda item: -item[1]))
     by_part = dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
-    return Prediction(seconds, by_time, by_part, exposures, sorted(moves, key=lambda row: -row["seconds"]))
+    return Prediction(seconds, by_time, by_part, exposures, sorted(costliest, key=lambda row: -row["seconds"]))
 
 
 def instruction_part(place: Place, instruction: Instruction) -> str:
@@ -197,6 +198,9 @@ def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     if name.startswith("grouped"):  # one layer of stacks: [l, e, p, q], and [l, t, q], both argument and result or read
         kept = {(dtype, sizes[1:]) for dtype, sizes in shapes if len(sizes) == 3}
         rows, shapes = shares.rows, [*kept, *((dtype, sizes[-3:]) for dtype, sizes in shapes if len(sizes) != 3)]
+    elif name == "residual_norm_backward":  # it may read one layer of [l, t, d]
+        tokens_width = next(sizes for _, sizes in shapes if len(sizes) == 2)
+        shapes = [(dtype, tokens_width if sizes[1:] == tokens_width else sizes) for dtype, sizes in shapes]
     tokens = rows * max((sizes[0] for _, sizes in shapes if len(sizes) == 2), default=0)
 
     def moved_share(sizes: tuple[int, ...]) -> float:
@@ -232,6 +236,19 @@ def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
     if kernel == "class_sort":  # for each 1,024 tokens, all tokens are compared with 32 classes and added up
         return 2.0 * by_rank[1][0][0] ** 2 / 1024 * 32
     return 0.0
+
+
+_MOVING = re.compile(
+    "bitcast|bitcast-convert|broadcast|concatenate|constant|convert|copy|(dynamic-)?slice|dynamic-update-slice|"
+    "get-tuple-element|iota|pad|parameter|reshape|reverse|transpose|tuple"
+)
+_INDEXING = {"s32", "u32", "s64", "u64", "pred"}  # what indices are computed in
+
+
+def _only_moves(place: Place, instruction: Instruction) -> bool:
+    """Return whether a copy or fusion computes nothing but indices."""
+    rest = (x for x in place.computations.get(instruction.called("calls"), ()) if not _MOVING.fullmatch(x.opcode))
+    return all(x.shape.partition("[")[0] in _INDEXING for x in rest)
 
 
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written into the first, in place

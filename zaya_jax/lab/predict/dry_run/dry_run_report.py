@@ -14,7 +14,7 @@ from zaya_jax.lab.predict.compilers import compiled_report as compiler_report
 from zaya_jax.lab.predict.compilers.compiled import CompiledStep, check_devices, compile_step, prove
 from zaya_jax.lab.predict.compilers.predict import Prediction, phase_shares, predict
 from zaya_jax.lab.predict.compilers.toolchain import find_toolchain
-from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
+from zaya_jax.lab.predict.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs
 from zaya_jax.lab.predict.dry_run.search import suggestion_lines, suggestions
 from zaya_jax.lab.predict.step_time import basis, span
 from zaya_jax.ops.registry import check_pinned
@@ -166,7 +166,7 @@ def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     least = speed * seconds / phase.most_seconds
     summary |= {"most_step_seconds": phase.most_seconds, "least_tokens_per_second_per_device": least}
     summary |= {"tokens_per_second_per_device": speed, "phase_seconds": phase.seconds, "shares": shares}
-    return summary | {"try": speedups(estimate, memory, hardware) if fits else advice(estimate, hardware)}
+    return summary | {"try": [] if fits else advice(estimate, hardware)}
 
 
 def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:

@@ -213,18 +213,3 @@ def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
         if estimate.axes["data"] > 1:
             changes += [f"a larger {keys['parallel']}.fsdp", f"a larger {keys['parallel']}.context"]
     return [*changes, "more devices"]
-
-
-def speedups(estimate: PhaseEstimate, memory: int, hardware: Hardware) -> list[str]:
-    """Return changes that use the free memory of a phase that fits, or that lower its exposed network time."""
-    free, keys, changes = hardware.allocatable - memory, estimate.keys, []
-    if estimate.micro_batches > 1 and free > estimate.memory.activations:
-        changes.append(f"{keys['batch']}.micro_batch above {estimate.sequences}")
-    if estimate.remat == "full" and free > estimate.memory.activations:
-        changes.append(f"{keys['remat']}=dots")
-    if estimate.seconds.get("exposed network", 0.0) > 0.2 * sum(estimate.seconds.values()):
-        exposed = [transfer for transfer in estimate.transfers if not transfer.hidden]
-        axes = max(exposed, key=lambda transfer: transfer.bytes).axes
-        inner = [axis for axis in axes if axis != "data"]
-        changes.append(f"a smaller {keys['parallel']}.{inner[-1]}" if inner else f"a larger {keys['batch']}.tokens")
-    return [*changes, "--suggest, which compares such settings"] if changes else []
