@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.benchmark_command import command, flag, training_process
-from zaya_jax.config import Config, load_config
+from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
 from zaya_jax.config.shipped import shipped
 from zaya_jax.errors import RunStopped
@@ -72,7 +72,7 @@ def run(parsed: argparse.Namespace) -> dict[str, Any]:
     what = "held-out loss at equal FLOPs, with one part changed at a time, each at its best learning rates"
     result = describe_run(what, f"{size}, cosine schedule", "the whole model with the same seed", ("optax",))
     names = dict.fromkeys([WHOLE, *(parsed.only or VARIANTS)])
-    models = {name: small_config(name).model for name in names}
+    models = {name: load_config(shipped("tiny.yaml"), changes(name)).model for name in names}
     flops = {name: training_flops_per_token(model, CONTEXT) for name, model in models.items()}
     count = {name: round(parsed.steps * flops[WHOLE] / flops[name]) for name in names}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,11 +116,6 @@ def changes(name: str, multiplier: float = 1.0, seed: int = 0, steps: int = 100)
     rates = [f"optimizer.{each}.learning_rate={multiplier * rate:g}" for each, rate in _RATES.items()]
     length = [f"phases.0.tokens={steps * BATCH}", f"phases.0.schedule.warmup_tokens={steps // 10 * BATCH}"]
     return [*_SMALL.split(), f"seed={seed}", *length, *rates, *VARIANTS[name]]
-
-
-def small_config(name: str) -> Config:
-    """Load the configuration of a variant."""
-    return load_config(shipped("tiny.yaml"), changes(name))
 
 
 def run_trials(trials: Mapping[Key, Sequence[str]], folder: Path) -> dict[Key, float]:

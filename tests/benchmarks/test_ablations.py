@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.__main__ import main
-from benchmarks.ablations import CONTEXT, MULTIPLIERS, VARIANTS, WHOLE, changes, run_trials, small_config, tune
-from zaya_jax.config import to_dict
+from benchmarks.ablations import CONTEXT, MULTIPLIERS, VARIANTS, WHOLE, changes, run_trials, tune
+from zaya_jax.config import load_config, to_dict
+from zaya_jax.config.shipped import shipped
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 
 FEWER = [
@@ -23,9 +24,9 @@ FEWER = [
 
 
 def test_each_variant_changes_one_part_and_costs_about_the_same():
-    whole = small_config(WHOLE)
+    whole = load_config(shipped("tiny.yaml"), changes(WHOLE))
     for name in VARIANTS:
-        config = small_config(name)
+        config = load_config(shipped("tiny.yaml"), changes(name))
         different = [key for key, value in to_dict(config).items() if value != to_dict(whole)[key]]
         assert different == ([] if name == WHOLE else ["model"] if name in list(VARIANTS)[:10] else ["optimizer"]), name
         model = config.model
