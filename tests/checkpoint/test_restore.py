@@ -127,9 +127,12 @@ def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
     restored = read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
     assert not differing(restored.state, make_state(2))
     flip(data_file(tmp_path / "2"))
-    with pytest.raises(InputError, match=r"does not match its checksum\. Use an older checkpoint"):
+    with pytest.raises(InputError, match=r"does not match its checksum\. Use an older one, which is intact: .*/1\.$"):
         read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
     assert saved_steps(tmp_path) == [1, 2]
+    first = Path(shutil.copytree(tmp_path / "2", tmp_path / "alone" / "2"))
+    with pytest.raises(InputError, match=r"does not match its checksum\. No older checkpoint of the run is intact\.$"):
+        read_checkpoint(first, lambda manifest: abstract(make_state()))
     copied = Path(shutil.copytree(tmp_path / "1", tmp_path / "elsewhere" / "1"))  # without the folder's generations
     assert not differing(read_checkpoint(copied, lambda manifest: abstract(make_state())).state, make_state(1))
     copied.rename(copied.with_name("7"))

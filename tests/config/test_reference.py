@@ -117,8 +117,9 @@ def test_steps_and_sequences_are_converted_by_the_sizes_of_the_configuration(ste
     ("data.suffixes=.txt, .md", "data.suffixes is '.txt, .md', but must be a list, such as [.txt, .md]."),
     ("warmup_ratio=0.1", "The key warmup_ratio is unknown. Set phases.NAME.schedule.warmup_tokens to that share of the "
                          "phase's tokens."),
-    ("optimizer.lr=1", "The key optimizer.lr is unknown. Here it is optimizer.muon.learning_rate for matrices, "
-                       "optimizer.adamw.learning_rate for the rest."),
+    ("optimizer.lr=1", "The key optimizer.lr is unknown. Here it is optimizer.muon.learning_rate for matrices (of "
+                       "attention, router and experts), optimizer.adamw.learning_rate for the rest (embedding, norms, "
+                       "convolutions) and for adapters."),
 ])  # fmt: skip
 def test_names_and_forms_of_other_libraries_are_refused_with_ours(override, message):
     assert refused_to_load(Path("configs/tiny.yaml"), override) == message

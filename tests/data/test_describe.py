@@ -42,6 +42,16 @@ def test_everything_is_told(config, tmp_path):
     assert not (tmp_path / "run").exists()  # another run may live there
 
 
+def test_trimmed_documents_are_as_many_in_the_table_as_in_the_account(config):
+    phases = config.phases[0], dataclasses.replace(config.phases[1], mixture=config.phases[0].mixture, context=8)
+    text = describe(dataclasses.replace(config, phases=phases), samples=0)
+    in_table = re.search(r"^code .* (\d+) trimmed", text, re.MULTILINE)
+    in_account = re.search(r"code: (\d+) of 30 training documents trimmed", text)
+    assert in_table
+    assert in_account
+    assert in_table[1] == in_account[1]
+
+
 def test_a_batch_that_rises_is_told_by_its_sizes(config):
     batch = BatchConfig(tokens=64, start=32, ramp_tokens=256)
     rising = dataclasses.replace(config.phases[0], batch=batch)

@@ -203,6 +203,25 @@ def test_commands_change_save_and_continue_a_conversation(opened, calls, capsys,
     assert f"{written(opened, 0)}<|im_end|>" in continued
 
 
+def test_a_conversation_without_tools_is_continued(opened, calls, capsys, monkeypatch, tmp_path):
+    saved, bare, cut = tmp_path / "saved.json", tmp_path / "bare.json", tmp_path / "cut.json"
+    typed(monkeypatch, "the model", f"/save {saved}")
+    assert main(CHAT) == 0
+    record = json.loads(saved.read_text())
+    assert list(record) == ["messages"]
+    bare.write_text(json.dumps(record["messages"]))
+    cut.write_text(saved.read_text()[:-9])
+    typed(monkeypatch, *(f"/load {file}" for file in (saved, cut, bare)), "the rows")
+    capsys.readouterr()
+    assert main(CHAT) == 0
+    lines = [line.removeprefix("> ") for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith("Continuing")] == [
+        f"Continuing {file}: 2 messages." for file in (saved, bare)
+    ]
+    assert sum(line.startswith(f"Error: {cut} ") for line in lines) == 1
+    assert "user\nthe model" in opened.tokenizer.decode(calls[-1]["rows"][0])
+
+
 def test_commands_that_are_wrong_say_so_and_the_conversation_goes_on(opened, calls, capsys, monkeypatch, tmp_path):
     (tmp_path / "a").write_text(
         json.dumps([{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "a"}])

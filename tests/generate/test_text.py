@@ -181,6 +181,23 @@ def test_an_answer_that_is_cut_short_stays_in_the_conversation(answers):
     assert 0 < len(shown) < 20
 
 
+def test_an_answer_that_is_stopped_before_its_first_token_leaves_the_conversation_as_it_was(monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(module, "continuations", stopped)
+    chat = Chat(opened(), Sampling(), 99, system="Be brief.")
+    with pytest.raises(KeyboardInterrupt):
+        ask(chat, "Say")
+    assert chat.conversation == [{"role": "system", "content": "Be brief."}]
+
+
+def test_a_single_text_is_not_taken_for_its_characters():
+    with pytest.raises(InputError, match="prompts is the text 'def main', but must be a list of texts"):
+        generate_text(model(), tokenizer(), "def main", 4)
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shutil
+import sys
 from importlib.metadata import metadata
 from types import SimpleNamespace
 
@@ -69,7 +70,9 @@ def test_a_package_that_does_not_fit_fails(package, version, message, monkeypatc
 def test_every_extra_is_listed_once_and_one_counts_only_with_all_its_packages(tmp_path, monkeypatch):
     (extras,) = (check.message for check in check_installation(tmp_path, CACHE) if check.check == "extras")
     installed, missing = (part.partition(": ")[2].split(", ") for part in extras.split("; "))
-    assert sorted([*installed, *missing]) == sorted(metadata("zaya-jax").get_all("Provides-Extra", []))
+    extras = set(metadata("zaya-jax").get_all("Provides-Extra", []))
+    extras -= {"ports"} if sys.version_info < (3, 12) else set()  # which has no package there
+    assert sorted([*installed, *missing]) == sorted(extras)
     assert "test" in installed
     assert {"rocm", "cuda"} <= set(missing)  # their own packages are those of `jax`, which is here without a plugin
     actual = module.package_version

@@ -89,6 +89,18 @@ def test_help_and_errors_of_a_verb_have_its_name_as_it_was_typed(typed_as, words
     assert f"\n{name}: error: unrecognized arguments: --bogus" in output
 
 
+@pytest.mark.parametrize(("module", "words", "message"), [
+    ("main", ["--lr", "0.1"], "--lr. Here it is optimizer.muon.learning_rate for matrices"),
+    ("main", ["--weight-decay", "0.1"], "An override is written section.key=VALUE, without dashes."),
+    ("data", ["prepare", "--input", "a", "--tokenizer", "b", "--outdir", "X"], "--outdir is unknown."),
+    ("data", ["prepare", "--inp", "a", "--tokenizer", "b"], "are required: --output\n"),
+])  # fmt: skip
+def test_a_flag_that_is_unknown_is_named_with_what_is_meant(module, words, message, capsys):
+    with pytest.raises(SystemExit):
+        _parser(f"zaya_jax.{module}").parse_args(words)
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("module", "words", "flag"), [
     ("evaluate", ["run"], "--output"), ("evaluate", ["run"], "--config"), ("report", ["run"], "--output"),
     ("checkpoint", ["average", "run"], "--output"), ("machine", ["memory"], "--png"),

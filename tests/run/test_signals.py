@@ -126,6 +126,37 @@ def test_a_signal_is_answered_though_nobody_reads_the_output_any_more(presses):
     assert run.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (
+            "gc.callbacks.append(lambda *_: gc.callbacks.pop() and press()); gc.collect(); time.sleep(60)",
+            "cleaned up\n",
+        ),
+        ("try: press()\nexcept: raise ImportError('error while initializing the extension') from None", "cleaned up\n"),
+        ("try: press()\nexcept: \n try: time.sleep(0.5), press()\n except: time.sleep(60)", ""),
+    ],
+    ids=["dropped by a callback", "taken for a limit by an import", "a second press"],
+)
+def test_ctrl_c_ends_a_command_also_if_a_callback_drops_it_and_a_second_one_at_once(work, said):
+    code = """if True:
+        import gc, os, signal, sys, time
+        from zaya_jax.run.command_output import run_command
+        def press():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        def run():
+            try:
+                exec(sys.argv[1])
+            finally:
+                print("cleaned up", flush=True)
+        sys.exit(run_command(run))
+    """
+    command = [sys.executable, "-c", code, work]
+    run = subprocess.run(command, cwd=ROOT, check=False, timeout=50, text=True, capture_output=True)
+    assert (run.stdout, run.stderr, run.returncode) == (said, "Stopped by Ctrl-C.\n", 130)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [0, 1])
 def test_at_any_moment_one_or_two_signals_end_a_run_and_the_next_start_resumes(tmp_path, workers):

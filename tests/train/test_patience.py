@@ -15,10 +15,11 @@ from tests.train.test_interruption import metric_rows, train_until
 from tests.train_helpers import change, compute_little, differing, shortened
 from zaya_jax.aegis.training_command import read_command
 from zaya_jax.config import to_yaml
+from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
-from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps
-from zaya_jax.run.patience import Patience
+from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder, saved_steps
+from zaya_jax.run.patience import Patience, can_act
 from zaya_jax.run.run import open_run
 from zaya_jax.train.final_report import report
 from zaya_jax.train.fit import run_training
@@ -77,6 +78,9 @@ def test_a_run_ends_when_its_heldout_loss_no_longer_falls_and_trains_on_bitwise(
         assert json.loads((result.run_dir / "summary.json").read_text())["steps"] == end
     run = open_run(result.run_dir)
     assert (run.status.state, run.status.exit_status) == ("finished", 0)
+    assert run.status.message == "evaluation.patience ended it after step 3 of 12."
+    with pytest.raises(InputError, match=r"are: none\. Without @train it is the newest checkpoint"):
+        checkpoint_folder(f"{result.run_dir}@train")
 
     on = change(patient, {"evaluation.patience": 0})
     assert not read_command([*command, "evaluation.patience=0"], 1, None).is_saved()
@@ -104,6 +108,21 @@ def test_other_heldout_text_is_not_compared_with(rising, before, after):
     assert run_training(change(shortened(rising, 4), {"evaluation.batches": before})).patience.since == 3
     result = run_training(change(shortened(rising, 5), {"evaluation.batches": after}))
     assert result.patience == Patience("train", 5, metric_rows(result.run_dir)[-1]["heldout_loss"])
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(1, 5), st.integers(0, 4))
+def test_a_run_that_patience_cannot_end_is_known(steps, every, patience):
+    """The best for it is a loss that rises from the first evaluation of each phase on."""
+    phases = tuple(dataclasses.replace(SMALL.phases[0], name=f"p{i}", tokens=256 * n) for i, n in enumerate(steps))
+    changes = {"evaluation.patience": patience, "evaluation.every": every}
+    config = change(dataclasses.replace(SMALL, phases=phases), changes)
+    record, ended = Patience(), False
+    for (begin, end), phase in zip(phase_steps(config), config.phases, strict=True):
+        for step in range(begin + 1, end + 1):
+            if step % every == 0 or step == end:
+                record = record.after(phase.name, step, float(step))
+            ended |= step < end and record.is_over(config, step)
+    assert can_act(config) == (ended or patience == 0)
 
 
 def test_patience_without_heldout_text_is_refused(rising, monkeypatch):

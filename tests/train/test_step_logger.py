@@ -192,15 +192,17 @@ def test_a_line_every_few_steps_and_one_at_the_end(capsys, write):
     ("seconds", "minutes", "offered"), [(0.1, 0, 0), (15, 0, 0), (30, 3, 0), (120, 12, 2), (150, 15, 1)]
 )
 def test_after_a_few_steps_the_console_says_how_long_the_run_takes_and_offers_a_shorter_one(
-    seconds, minutes, offered, capsys, write
+    seconds, minutes, offered, capsys, write, monkeypatch
 ):
     """Six of 12 steps are left. A shorter run has what is done, and the steps of about two minutes."""
+    command = ["python", "-m", "zaya_jax.main", "--config", "a b.yaml"]
+    monkeypatch.setattr(sys, "orig_argv", command)
     report = make(phases=(PhaseConfig(12 * 256),))
     for step in range(1, 13):
         write(report, step, seconds)
     said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step")]
     offer = (
-        " For one of about 2, stop it with Ctrl-C, and add to its command: "
+        " For one of about 2, stop it with Ctrl-C, and run: python -m zaya_jax.main --config 'a b.yaml' "
         f"phases.train.tokens={(6 + offered) * 256} run_dir=runs/run_short"
     )
     assert said == ([f"This run takes about {minutes} minutes here.{offer if offered else ''}"] if minutes else [])

@@ -114,4 +114,8 @@ def test_balancing_biases_that_were_trained_are_refused(folder, tmp_path, capsys
         store.save(4, state, {key: manifest.metadata[key] for key in ("phase", "config")})
     shutil.copy(folder / "run" / BASE, tmp_path / "run" / BASE)
     assert "trained its balancing biases (blocks.0" in refused(capsys, tmp_path / "run", tmp_path / "out")
+    assert main(["import-hf", str(folder / "model"), "--output", str(tmp_path / "base")]) == 0
+    both = refused(capsys, tmp_path / "run", tmp_path / "out", "--base", tmp_path / "base")
+    assert "is not a transformers folder" in both
+    assert "trained its balancing biases" in both
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0

@@ -33,6 +33,7 @@ RENAMED = {
     ("muon", "iterates"): "newton_schulz_dtype",
     ("parallel", "reduce"): "gradient_reduction",
 }
+_UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1e6, which YAML 1.1 reads as text
 
 
@@ -134,7 +135,8 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise InputError(f"{subject} is larger than the limit of {MAX_BYTES:,} bytes.")
     tree = parse_yaml(text, subject)
-    tree = {} if tree is None else tree
+    if tree is None:
+        raise InputError(f"{subject} is empty.")
     if not isinstance(tree, dict):
         raise InputError(f"{subject} is {kind(tree)}, but must be a section with keys.")
     base = tree.pop("extends", None)
@@ -221,7 +223,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         nearest = did_you_mean(value, args) if isinstance(value, str) else ""
         raise InputError(f"{key} is {shown(value)}, but must be one of {', '.join(args)}.{nearest}")
     if origin is tuple:
-        such = f", such as [{value}]" if kind(value) == "text" else ""
+        such = f", such as [{value}]" if kind(value) == "text" and not dataclasses.is_dataclass(args[0]) else ""
         require(isinstance(value, list), key, value, f"a list{such}")
         keys = item_keys(key, _names(value, args[0]))
         return tuple(_convert(args[0], item, item_key) for item, item_key in zip(value, keys, strict=True))
@@ -246,7 +248,9 @@ def _number(hint: type, value: Any, key: str) -> int | float:
         number = float(value) if type(value) in (int, float) or is_text else math.nan
         if math.isfinite(number) and (hint is float or number.is_integer()):
             return hint(number)
-    raise _wrong_kind(value, key, "a whole number" if hint is int else "a finite number")
+    unit = re.fullmatch("([0-9]+)([kMB])", value) if isinstance(value, str) and hint is int else None
+    such = f", such as {int(unit[1][:15]) * _UNITS[unit[2]]:_}" if unit else ""
+    raise _wrong_kind(value, key, f"a whole number{such}" if hint is int else "a finite number")
 
 
 def _wrong_kind(value: Any, key: str, allowed: str) -> InputError:

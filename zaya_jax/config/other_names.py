@@ -15,11 +15,12 @@ _SAME = {
     "model.num_experts": "num_local_experts n_routed_experts num_moe_experts moe_num_experts",
     "model.num_kv_heads": "num_key_value_heads num_query_groups n_kv_heads base_num_kv_heads",
     "model.num_layers": "num_hidden_layers n_layer n_layers base_num_decoder_layers",
-    "model.num_query_heads": "num_attention_heads n_head n_heads base_num_query_heads",
+    "model.num_query_heads": "num_attention_heads num_heads n_head n_heads base_num_query_heads",
     "model.rope_base": "rope_theta rotary_base rope_max_timescale",
     "data.context": "seq_len seq_length sequence_length max_seq_length max_seq_len max_length block_size cutoff_len "
     "context_length max_target_length sequence_len",
-    "optimizer.muon.learning_rate for matrices, optimizer.adamw.learning_rate for the rest": "lr learning_rate max_lr",
+    "optimizer.muon.learning_rate for matrices (of attention, router and experts), optimizer.adamw.learning_rate for "
+    "the rest (embedding, norms, convolutions) and for adapters": "lr learning_rate max_lr",
     "optimizer.muon.weight_decay for matrices, optimizer.adamw.weight_decay for the rest": "weight_decay wd",
     "optimizer.adamw.b1": "beta1 adam_beta1 adam_b1",
     "optimizer.adamw.b2": "beta2 adam_beta2 adam_b2",
@@ -34,6 +35,8 @@ _SAME = {
     "train.sinks": "report_to enable_wandb use_wandb wandb logger enable_tensorboard",
     "checkpoint.every": "save_steps save_interval checkpoint_interval checkpoint_period save_every",
     "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep",
+    "evaluation.patience, in evaluations": "early_stopping early_stopping_patience patience",
+    "checkpoint.keep_best, by the held-out loss": "metric_for_best_model load_best_model_at_end save_best",
     "evaluation.every": "eval_steps eval_interval eval_every",
     "evaluation.batches": "eval_iters max_eval_steps",
     "evaluation.batch_size": "per_device_eval_batch_size eval_batch_size",
@@ -59,6 +62,10 @@ _SENTENCES = {
     "Set phases.NAME.schedule.warmup_tokens to that share of the phase's tokens.": "warmup_ratio warmup_fraction",
     "Set phases.NAME.tokens to the tokens of all epochs (`python -m zaya_jax.data describe CONFIG` counts a source); "
     "data.sources.NAME.max_epochs is a limit.": "num_train_epochs num_epochs epochs max_epochs",
+    "There is none: ZAYA1 has no dropout. evaluation.patience ends a run that overfits.": "dropout lora_dropout "
+    "attention_dropout hidden_dropout attn_dropout resid_pdrop embd_pdrop",
+    "There is none: with lora.rank, all matrices of attention and experts have adapters.": "target_modules "
+    "lora_target_modules lora_target",
     "ZAYA1 routes each token to one expert.": "num_experts_per_tok moe_router_topk top_k experts_per_token",
     "Rerunning a command resumes from the newest checkpoint in run_dir.": "resume_from_checkpoint resume",
     "The axes of a layout are parallel.data, parallel.fsdp, parallel.expert and parallel.context.": "tp_size pp_size "

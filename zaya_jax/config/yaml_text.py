@@ -23,7 +23,7 @@ def parse_yaml(text: str, source: str) -> Any:
     except InputError as error:
         raise InputError(f"{source} is invalid. {error}") from error
     except (yaml.YAMLError, ValueError) as error:  # an impossible date or number is a ValueError
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).replace(' in "<unicode string>",', " at").split())
         raise InputError(f"{source} is not valid YAML: {reason[:300]}.") from error
 
 

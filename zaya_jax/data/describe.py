@@ -89,7 +89,8 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
     trimmed = []
     for name, share in phase.shares.items():
         epoch = share.phase_rows.first
-        long = ", ".join(f"{count:,} {outcome}" for outcome, count in epoch.counts.items() if count) or "none"
+        fates = share.phase_rows.later.counts  # of all documents, as the account; the first epoch can have only parts
+        long = ", ".join(f"{count:,} {outcome}" for outcome, count in fates.items() if count) or "none"
         if settings.packing == "windows" and settings.over_length == "split":
             long = "split by windows"
         counts = f"{share.rows:,}", f"{share.rows * phase.context:,}", f"{100 * share.rows / phase.rows:.2f} %"

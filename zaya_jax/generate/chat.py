@@ -109,19 +109,23 @@ class Chat:
         if room < 1:
             length, most = counted(len(tokens), "token"), f"model.max_positions is {room + len(tokens):,}"
             raise InputError(f"The conversation has {length}, but {most}. Start a new one with /reset.")
-        answer = ""
+        answer = None
         try:
             new = min(self._max_new_tokens, room)
             options = {"seeds": [self._seed], "stop": self.stop, "block": _BLOCK}
             for (row,) in opened.stream(self._engine, [tokens], new, **options):
                 answer = row.text
                 yield row
-        finally:  # keep the part of an interrupted answer that was yielded
-            if answer.lstrip().startswith(THINK) and THINK_END not in answer:
-                answer += THINK_END
-            messages = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
-            self.conversation += parse_conversation(messages)
-            self._seed += 1
+        finally:  # keep the part of an interrupted answer that was yielded, if any
+            if answer is not None:
+                self._add(message, answer)
+
+    def _add(self, message: str, answer: str) -> None:
+        if answer.lstrip().startswith(THINK) and THINK_END not in answer:
+            answer += THINK_END
+        messages = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+        self.conversation += parse_conversation(messages)
+        self._seed += 1
 
 
 def render_prompt(opened: TextModel, conversation: Conversation, tools: Conversation | None = None) -> str:

@@ -10,6 +10,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.generate.chat import Chat
 from zaya_jax.run.command_output import undecoded
 from zaya_jax.run.files import expanded, read_json, write_atomically
+from zaya_jax.run.signals import Interrupts
 
 _COMMANDS = {
     "/help": "list the commands",
@@ -85,11 +86,12 @@ def _save(chat: Chat, path: Path) -> None:
 def _answer(chat: Chat, message: str) -> None:
     shown, times = "", [(time.perf_counter(), 0)]
     try:
-        for row in chat.ask(message):
-            times.append((time.perf_counter(), len(row.tokens)))
-            text = row.text.rstrip(_UNKNOWN)  # an answer can end within a character
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+        with Interrupts():  # of this answer alone
+            for row in chat.ask(message):
+                times.append((time.perf_counter(), len(row.tokens)))
+                text = row.text.rstrip(_UNKNOWN)  # an answer can end within a character
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
     except KeyboardInterrupt:
         print(" …", end="")
     print()

@@ -38,8 +38,10 @@ def generate_text(
     """Generate a continuation of each prompt.
 
     `stop_tokens`, by default the tokenizer's end of a document, and `placement` are those of `Engine`, `options` those
-    of `stream_text`.
+    of `stream_text`. `InputError` if `prompts` is a single text.
     """
+    if isinstance(prompts, str):
+        raise InputError(f"prompts is the text {prompts!r:.50}, but must be a list of texts, such as [text].")
     stops = [tokenizer.eot] if stop_tokens is None else stop_tokens
     engine = Engine(model, placement, slots=1, length=1, stop_tokens=stops)
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]

@@ -170,7 +170,8 @@ def checkpoint_folder(path: str, key: str = "init_from") -> Path:
         ends = phase_ends(folder)
         if phase not in ends:
             finished = f"{', '.join(ends) or 'none'}.{did_you_mean(phase, ends, f'{run}@')}"
-            raise InputError(f"{key} is {path!r}, but the finished phases of {folder} are: {finished}")
+            problem = f"{key} is {path!r}, but the finished phases of {folder} are: {finished}"
+            raise InputError(f"{problem} Without @{phase} it is the newest checkpoint, also of an unfinished phase.")
         folder = folder / CHECKPOINTS / str(ends[phase])
     elif listed := list_checkpoints(folder / CHECKPOINTS, check_files=False):
         usable = next((each.step for each in reversed(listed) if each.is_usable), None)
@@ -181,6 +182,7 @@ def checkpoint_folder(path: str, key: str = "init_from") -> Path:
     if folder.parent.name == CHECKPOINTS and folder.name.isdecimal() and has_manifest(folder):
         return folder
     allowed = f"one checkpoint (RUN_DIR/{CHECKPOINTS}/100) or the last one of a phase (RUN_DIR@PHASE)"
+    allowed += ", or a transformers folder (hf:FOLDER)" if key == "init_from" else ""
     raise InputError(f"{key} is {path!r}, but must be a run folder with a checkpoint (RUN_DIR), {allowed}.")
 
 

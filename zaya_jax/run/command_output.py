@@ -17,7 +17,7 @@ from typing import Any
 from zaya_jax.errors import ExitCode, as_sentence, exit_message, is_expected, visible
 from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.run.progress_record import record_from_environment
-from zaya_jax.run.signals import NAMES, Listener, exit_status, flush_output, ignore_signals, say_and_exit, warn
+from zaya_jax.run.signals import Interrupts, Listener, flush_output, ignore_signals, say_and_exit, stopped_by, warn
 
 _GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
 _outputs: dict[int, "_Output"] = {}  # by descriptor
@@ -109,7 +109,7 @@ def prepare_process() -> None:
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
 
     def stop(number: int) -> None:
-        sentence, status = f"Stopped by {NAMES[number]}.", exit_status(number)
+        sentence, status = stopped_by(number)
         record.end(status, sentence, is_origin=True)
         say_and_exit(sentence, status)
 
@@ -135,9 +135,13 @@ def output_status() -> ExitCode:
 
 def run_command(run: Callable[[], int | None]) -> int:
     """Call `run`, print what ends it in one sentence, and return its exit status, or `STOPPED` if output is lost."""
+    interrupts = Interrupts()
     try:
-        return run() or output_status()
+        with interrupts:
+            return run() or output_status()
     except BaseException as error:
+        if interrupts.pressed and isinstance(error, ImportError):
+            error = KeyboardInterrupt()
         if not is_expected(error):
             raise
         sentence, status = exit_message(error)

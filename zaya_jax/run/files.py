@@ -37,7 +37,8 @@ def read_text(path: str, option: str) -> str:
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL, too
         invalid = f"the byte at offset {error.start} is not UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         reason = invalid or getattr(error, "strerror", None) or error
-        raise InputError(f"{option} {path} cannot be read: {reason}.") from error
+        hint = nearest_path(expanded(path)) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"{option} {path} cannot be read: {reason}.{hint}") from error
 
 
 def display_path(path: Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zaya_jax.config.other_names import TRANSLATED
 from zaya_jax.config.schema import Config
 from zaya_jax.errors import did_you_mean, printable
 from zaya_jax.run.command_output import output_status
@@ -46,7 +47,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and what is wrong, and exit with status 2."""
-        if unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message):
+        if message.startswith("the following arguments are required"):
+            flags = (text.partition("=")[0] for text in self._typed if re.match("--[a-z]", text))
+            if unknown := next((flag for flag in flags if not self._flags(flag)), None):
+                message += f". {unknown} is unknown.{self._suggest(unknown[2:])}"
+        elif unknown := re.match(r"unrecognized arguments: --([^\s=]+)", message):
             message += f".{self._suggest(unknown[1])}"
         elif wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             message += "." + did_you_mean(wrong[1], re.findall(r"[\w-]+", wrong[2]))
@@ -59,8 +64,13 @@ class Parser(argparse.ArgumentParser):
         takes_overrides = any(action.dest == "overrides" for parser in self._used() for action in parser._actions)
         if takes_overrides and flag.split(".", maxsplit=1)[0] in _KEYS:
             return f" An override has no dashes: {flag}=VALUE."
+        if takes_overrides and (ours := TRANSLATED.get(flag.replace("-", "_"))):
+            return f" {ours} An override is written section.key=VALUE, without dashes."
+        return did_you_mean(f"--{flag}", self._flags())
+
+    def _flags(self, start: str = "") -> list[str]:
         flags = (text for parser in self._used() for action in parser._actions for text in action.option_strings)
-        return did_you_mean(f"--{flag}", flags)
+        return [flag for flag in flags if flag.startswith(start)]
 
     def _used(self) -> Iterator["Parser"]:
         """Yield this parser, and that of the verb that was typed."""

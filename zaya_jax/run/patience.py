@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.config import Config
-from zaya_jax.config.stages import stage_at
+from zaya_jax.config.stages import phase_steps, stage_at
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.manifest import try_read
 
@@ -31,6 +31,13 @@ class Patience(NamedTuple):
         """Return whether the run must end after `step`, within a phase; never if `evaluation.patience` is 0."""
         is_within = config.phases[stage_at(config, step).phase].name == self.phase  # of the next step
         return is_within and 0 < config.evaluation.patience <= self.since
+
+
+def can_act(config: Config) -> bool:
+    """Return whether a phase has more evaluations within it than `evaluation.patience`, or that is 0."""
+    every, patience = config.evaluation.every, config.evaluation.patience
+    counts = ((end - 1) // every - begin // every for begin, end in phase_steps(config))
+    return not patience or max(counts) > patience
 
 
 def ended_early(checkpoints: Path, config: Config) -> bool:

@@ -7,10 +7,12 @@ number to a pipe, and a thread reads the pipe.
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, Self
@@ -23,9 +25,17 @@ Handler = Callable[[int, FrameType | None], object]
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
+_ONE_PRESS = 0.2  # seconds: `timeout` and launchers signal a process and its group
+
+
 def exit_status(number: int) -> ExitCode:
     """Return the exit status after a signal of `NAMES`, by the shell convention."""
     return ExitCode(128 + number)
+
+
+def stopped_by(number: int) -> tuple[str, ExitCode]:
+    """Return the last sentence and the exit status of a process that a signal ends at once."""
+    return f"Stopped by {NAMES[number]}.", exit_status(number)
 
 
 class Listener:
@@ -34,6 +44,8 @@ class Listener:
     Later, `handler` is called in the main thread, as a regular signal handler. Outside the main thread a listener does
     nothing, because only the main thread can set signal handlers.
     """
+
+    _numbers = tuple(NAMES)  # the signals that `handler` gets
 
     def __init__(self, answer: Callable[[int], object], handler: Handler = lambda number, frame: None) -> None:
         self._answer, self._handler = answer, handler
@@ -51,7 +63,7 @@ class Listener:
         self._thread.start()
         self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         # Keep ignored signals ignored: shells make background jobs ignore Ctrl-C.
-        handled = [number for number in NAMES if signal.getsignal(number) is not signal.SIG_IGN]
+        handled = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._handler) for number in handled}
         os.register_at_fork(after_in_child=self._leave_to_child)
         return self
@@ -91,6 +103,49 @@ class Listener:
             signal.set_wakeup_fd(-1)
             for number in self.before:
                 signal.signal(number, signal.SIG_DFL)
+
+
+class Interrupts(Listener):
+    """Raises `KeyboardInterrupt` at Ctrl-C inside a `with` block, as Python does; a second Ctrl-C exits at once.
+
+    In a callback from C++, as jax has for each garbage collection, Python drops what is raised: it is raised again.
+    Extension modules print it when they are imported, and raise an `ImportError`: see `pressed`.
+    """
+
+    _numbers = (signal.SIGINT,)
+
+    def __init__(self) -> None:
+        super().__init__(self._receive, signal.default_int_handler)
+        self._deadline = math.inf  # after which a press is a second one
+        self.pressed = False  # known once the block is left
+
+    def __enter__(self) -> Self:
+        self._hooks = sys.unraisablehook, sys.excepthook
+        sys.unraisablehook, sys.excepthook = self._raise_again, self._print
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        sys.unraisablehook, sys.excepthook = self._hooks
+
+    def _print(self, kind: type[BaseException], *error: Any) -> None:
+        if kind is not KeyboardInterrupt:
+            self._hooks[1](kind, *error)
+
+    def _receive(self, number: int) -> None:
+        # A supervisor, which runs inside such a block, replaces the handler.
+        if number == signal.SIGINT and signal.getsignal(number) is self._handler:
+            if (now := time.monotonic()) > self._deadline:
+                say_and_exit(*stopped_by(number))
+            self._deadline, self.pressed = min(self._deadline, now + _ONE_PRESS), True
+
+    def _raise_again(self, unraisable: Any) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            self._hooks[0](unraisable)
+            return
+        self._deadline = math.inf
+        press = threading.main_thread().ident or 0, signal.SIGINT
+        threading.Timer(0.01, signal.pthread_kill, press).start()  # later, since what this raises is dropped, too
 
 
 def ignore_signals() -> None:

@@ -26,18 +26,20 @@ class Status(NamedTuple):
     host: str
     pid: int
     exit_status: int | None = None  # see `ExitCode`; None while running and if killed
-    message: str = ""  # why it stopped
+    message: str = ""  # why it stopped, or finished early
 
 
 @contextlib.contextmanager
-def track_status(folder: Path, check: Callable[[], object] = lambda: None) -> Iterator[None]:
+def track_status(folder: Path, check: Callable[[], object] = lambda: None) -> Iterator[list[str]]:
     """Write `status.json` at the start and the end of the block; the caller must hold the run's lock.
 
+    The block can add sentences on its end to the list that it gets.
     If other processes have resumed the run, whose status the file then has, `check` raises `Superseded`.
     """
     _write(folder, RUNNING)
+    notes: list[str] = []
     try:
-        yield
+        yield notes
     except BaseException as error:
         message, exit_status = exit_message(error)
         with contextlib.suppress(Superseded):
@@ -45,7 +47,7 @@ def track_status(folder: Path, check: Callable[[], object] = lambda: None) -> It
             _write(folder, STOPPED, exit_status, message)
         raise
     check()
-    _write(folder, FINISHED, ExitCode.OK)
+    _write(folder, FINISHED, ExitCode.OK, " ".join(notes))
 
 
 def mark_stopped(folder: Path, exit_status: int, message: str) -> None:

@@ -34,7 +34,7 @@ from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.fencing import Fence
 from zaya_jax.run.folder import claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard
-from zaya_jax.run.patience import Patience
+from zaya_jax.run.patience import Patience, can_act
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.run.status import track_status
 from zaya_jax.train.autotuning import Autotuning
@@ -140,16 +140,20 @@ def run_training(
         keep_table(folder, kernels.table, store.fence.check)
 
         # Everything that reports on the run
+        notes: list[str] = []  # on its end, for `status.json`
         if is_primary():
             write_tokenizer(folder, config, prepared, weights)
             stack.callback(store.fence.watch())
-            enter(track_status(folder, store.fence.check))
+            notes = enter(track_status(folder, store.fence.check))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # within `track_status`, so that it has the message
         progress.start_training(step := int(jax.device_get(state.step)), folder)
         stack.callback(console.close)
         console.start(step)
         data = account(config, prepared, batches.plan)
         console.say("\n".join([*account_lines(data), *_layouts(programs)]))
+        if not can_act(config):
+            key = f"evaluation.patience={config.evaluation.patience}"
+            console.say(f"{key} cannot end this run: no phase has more evaluations before its end (evaluation.every).")
         if step and store.latest() == step:
             console.say(f"Resuming after step {step} of {total_steps(config)}.")
         opened = primary_first(lambda: open_sinks(config, folder, step, first, disk))
@@ -188,6 +192,8 @@ def run_training(
                 logger.restart_clock()
 
         # The end: nothing is left unsaved
+        if trainer.steps_done < total_steps(config):
+            notes.append(f"evaluation.patience ended it after step {trainer.steps_done} of {total_steps(config)}.")
         if not trainer.scores:  # if the run resumed after its last step
             trainer.evaluate()
         progress.enter(Phase.FINISH)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint.reader import open_checkpoint, verify_checkpoint
+from zaya_jax.checkpoint.reader import name_intact, open_checkpoint, verify_checkpoint
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import ModelConfig, model_from_dict
 from zaya_jax.config.weight_source import hf_folder
@@ -141,7 +141,7 @@ class CheckpointWeights(Weights):
     def verify(self) -> None:
         """See `Weights.verify`."""
         if damage := verify_checkpoint(self.folder):
-            raise InputError(damage[0])
+            raise InputError(f"{damage[0]} {name_intact(self.folder)}")
 
 
 class FolderWeights(Weights):

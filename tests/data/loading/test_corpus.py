@@ -116,6 +116,8 @@ def test_json_lines_are_not_read_as_texts(tmp_path):
     write(tmp_path, ["a.jsonl", "b.json", "c.json"])
     find_corpus(config(tmp_path, suffixes=(".json", ".jsonl")))
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
-    with pytest.raises(InputError, match=r"/a\.jsonl has one JSON object per line, .*data\.suffixes.*prepare"):
+    with pytest.raises(
+        InputError, match=r"/a\.jsonl has one JSON object per line, .*data\.suffixes.*text\. Read it with .* prepare"
+    ):
         find_corpus(config(tmp_path, suffixes=(".json", ".jsonl")))
     find_corpus(config(tmp_path, suffixes=(".json",)))

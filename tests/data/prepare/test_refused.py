@@ -1,5 +1,6 @@
 """Documents that cannot be used, and calls that are refused before anything is written."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from tests.data.prepare_helpers import (
     write_lines,
     write_megatron,
 )
+from zaya_jax.data.chat.template import load_template
 from zaya_jax.data.prepare.manifest import MANIFEST
-from zaya_jax.data.prepare.preparation import PrepareSettings, merge, prepare, summary
+from zaya_jax.data.prepare.preparation import PrepareSettings, merge, open_manifest, prepare, summary
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
 
@@ -33,6 +35,7 @@ from zaya_jax.errors import InputError
         (b'{"messages": [{"role": "user"}]}', "no field", "it has 'messages', and --chat reads conversations"),
         (b'{"id": 1, "body": "a"}', "no field", "its keys are 'id', 'body'"),
         (b'{"text": [{"role": "user", "content": "a"}]}', "wrong type", "--chat"),
+        (b'{"instruction": "a", "input": "b"}', "no field", "its keys are 'instruction', 'input'"),
     ],
 )
 def test_a_document_that_cannot_be_used_is_refused_and_told_where_it_is(tmp_path, tokenizer, line, reason, detail):
@@ -52,6 +55,31 @@ def test_a_document_that_cannot_be_used_is_refused_and_told_where_it_is(tmp_path
     assert manifest.examples == (rest[0].strip(),)
     check_same(texts, read_back(output))
     assert f"skipped, {reason}: 1\n    {rest[0].strip()}" in summary(output, manifest)
+
+
+def test_what_is_left_of_nothing_is_not_offered_and_half_a_question_is_named(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "in.jsonl", [{"instruction": "Add.", "input": "1 + 1"}] * 3)
+    settings = dataclasses.replace(QUARTER, kind="chat", field="messages")
+    with pytest.raises(InputError, match=r"^3 documents cannot be used \(3 no field\)\. Fix them: no other") as error:
+        prepare([str(path)], tokenizer, tmp_path / "out", settings, workers=1)
+    assert "it has 'instruction', but no 'output', which would be the answer" in str(error.value)
+
+
+def test_what_is_no_prepared_folder_or_template_is_refused_with_what_to_type(tmp_path):
+    path = write_lines(tmp_path / "in.jsonl", [{"text": "a"}])
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "chat.jinja").touch()
+    for call, message in (
+        (
+            lambda: open_manifest(path),
+            r"is a file, not a prepared folder\. Run python -m zaya_jax\.data prepare --input",
+        ),
+        (lambda: open_manifest(tmp_path / "recipe"), r"does not exist\. Did you mean .*/recipes\?"),
+        (lambda: open_manifest(tmp_path / "zzz"), r"does not exist\. Create it with python -m zaya_jax\.data prepare"),
+        (lambda: load_template(str(tmp_path / "chat.jinj")), r"cannot be read: .*\. Did you mean .*/chat\.jinja\?"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
 
 
 def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):

@@ -184,8 +184,8 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (["gone.jsonl"], r"gone\.jsonl cannot be read: No such file"),
-        (["gone.xyz"], r"gone\.xyz cannot be read: No such file"),
+        (["gone.jsonl"], r"gone\.jsonl does not exist"),
+        (["gone.xyz"], r"gone\.xyz does not exist"),
         (["a.jsonl/b"], "Not a directory"),
         (["x" * 300], "File name too long"),
         (

@@ -37,8 +37,9 @@ def _facts(run: RunData) -> Facts:
 
 
 def _state(run: RunData) -> Facts:
-    state, time = (NONE, "") if run.status is None else (run.status.state, run.status.time)
-    yield "state", f"running since {time}" if state == "running" else ", ".join(filter(None, (state, time)))
+    state, time, message = (NONE, "", "") if (found := run.status) is None else (found.state, found.time, found.message)
+    note = message if state == "finished" else ""  # of others it is a warning
+    yield "state", f"running since {time}" if state == "running" else ", ".join(filter(None, (state, time, note)))
 
 
 def _losses(run: RunData) -> Facts:

@@ -158,8 +158,8 @@ def _split(content: str, location: str) -> tuple[str, str]:
 
 
 def split_tools(record: Any) -> tuple[Any, Any]:
-    """Return the messages and the tools of a record, see `fields.with_tools`; None without tools."""
-    return (record["messages"], record["tools"]) if isinstance(record, dict) else (record, None)
+    """Return the messages and the tools of a record, a list or an object with `messages`; None without tools."""
+    return (record["messages"], record.get("tools")) if isinstance(record, dict) else (record, None)
 
 
 def parse_record(record: Any) -> tuple[Conversation, Conversation | None]:

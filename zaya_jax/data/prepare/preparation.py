@@ -31,7 +31,7 @@ from zaya_jax.data.readers.inputs import list_units, load_format
 from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_special_tokens
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.files import locked, read_file, write_atomically
+from zaya_jax.run.files import locked, nearest_path, read_file, write_atomically
 from zaya_jax.run.writing import remove
 
 TOKENIZER = "tokenizer.json"
@@ -163,8 +163,12 @@ def open_manifest(folder: Path) -> Manifest:
     if not (folder / MANIFEST).is_file() and (folder / PLAN).is_file():
         raise InputError(_incomplete(folder))
     if not folder.is_dir():
-        advice = "create it with python -m zaya_jax.data prepare"
-        raise InputError(f"The prepared folder {folder} does not exist; {advice}.")
+        prepare = "python -m zaya_jax.data prepare"
+        if folder.exists():
+            command = f"{prepare} --input {folder} --tokenizer TOKENIZER --output FOLDER"
+            raise InputError(f"{folder} is a file, not a prepared folder. Run {command}, and name that FOLDER.")
+        advice = nearest_path(folder) or f" Create it with {prepare}."
+        raise InputError(f"The prepared folder {folder} does not exist.{advice}")
     return read_manifest(folder, remedy(folder))
 
 

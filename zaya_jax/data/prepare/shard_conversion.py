@@ -84,8 +84,7 @@ class Conversion:
 
     def check(self, check: Check, label: str) -> int:
         """Return how many documents of all units can be used, without writing anything; see `convert`."""
-        notes = self._run(functools.partial(_check_unit, check), label)
-        return sum(note.outcomes.get(_USABLE, 0) + sum(s.documents for s in note.shards.values()) for note in notes)
+        return _count_usable(self._run(functools.partial(_check_unit, check), label))
 
     def convert(self, work: Work, label: str) -> None:
         """Convert the units to shards in `folder`; `label` titles the progress bar.
@@ -114,11 +113,15 @@ class Conversion:
             allowed = f", but at most {self.limit} may be skipped" if self.limit else ""
             lines = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
             lines += f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
-            raise InputError(
-                f"{counted(count, 'document')} cannot be used ({list_counts(skipped)}){allowed}. "
-                f"{self.advice.replace('{count}', str(count))}{lines}"
-            )
+            is_all = not _count_usable(done) and "{count}" in self.advice  # then skipping them leaves nothing
+            advice = "Fix them: no other is left." if is_all else self.advice.replace("{count}", str(count))
+            problem = f"{counted(count, 'document')} cannot be used ({list_counts(skipped)}){allowed}"
+            raise InputError(f"{problem}. {advice}{lines}")
         return done
+
+
+def _count_usable(notes: list[UnitNote]) -> int:
+    return sum(note.outcomes.get(_USABLE, 0) + sum(s.documents for s in note.shards.values()) for note in notes)
 
 
 def read_note(folder: Path, number: int) -> UnitNote | None:

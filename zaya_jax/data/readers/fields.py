@@ -44,8 +44,11 @@ def is_pair(field: str, name: str) -> bool:
 
 def suggest_chat(field: str, names: Collection[str]) -> str:
     """Return a hint to append to a missing-field message if the data looks like conversations, otherwise ''."""
+    if field == CONVERSATIONS[0]:
+        half = next((each for each in PAIRS if each in names), None)
+        return f"; it has {half!r}, but no {PAIRS[half]!r}, which would be the answer" if half else ""
     name = find_field(CONVERSATIONS[0], names)
-    return f"; it has {name!r}, and --chat reads conversations" if name not in (None, field) else ""
+    return f"; it has {name!r}, and --chat reads conversations" if name else ""
 
 
 def require_columns(file: str, field: str, names: Sequence[str], read: Iterable[str]) -> None:

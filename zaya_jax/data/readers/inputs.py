@@ -16,7 +16,7 @@ from zaya_jax.config.checks import counted, list_counts, require
 from zaya_jax.data.readers.documents import Entry, Format, InputFile, Unit, reading
 from zaya_jax.data.readers.jsonl import is_list, plain_lines
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.files import hub_hint, read_object
+from zaya_jax.run.files import hub_hint, nearest_path, read_object
 
 PACKED = ("gz", "zst", "bz2", "xz")
 # `Unit.format` → suffixes of its files. To add a format, add a module that defines `FORMAT`, and lines here.
@@ -106,7 +106,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
         path = path.with_name(path.name.removesuffix(".idx") + ".bin")
     elif not os.path.exists(path) and any(os.path.exists(f"{path}{end}") for end in (".bin", ".idx")):
         path = path.with_name(path.name + ".bin")
-    if not os.path.lexists(path) and (hint := hub_hint(str(path), is_data=True)):
+    if not os.path.lexists(path) and (hint := nearest_path(path) or hub_hint(str(path), is_data=True)):
         raise InputError(f"The input {path} does not exist.{hint}")
     # Check existence first, so that a missing file with an unknown suffix is reported as missing.
     kind = _format(path.name, suffixes) or _NAMED.get(path.suffix)
@@ -238,9 +238,10 @@ def _has_objects(path: Path, count: int) -> bool:
 def refuse_lines(path: Path) -> None:
     """Raise `InputError` if a file that would be read as one text has JSON lines, as far as its beginning tells."""
     if path.suffix in (".json", *FORMATS["jsonl"]) and _has_objects(path, 2):
+        advice = "Read it with" if path.suffix in FORMATS["jsonl"] else "Name it .jsonl, and read it with"
         raise InputError(
             f"The file {path} has one JSON object per line, but --suffixes or data.suffixes makes it one "
-            "text. Name it .jsonl, and read it with python -m zaya_jax.data prepare."
+            f"text. {advice} python -m zaya_jax.data prepare."
         )
 
 

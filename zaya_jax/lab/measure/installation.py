@@ -144,7 +144,7 @@ def _extras() -> Check:
         extras = metadata(_PROJECT).get_all("Provides-Extra") or []
     except PackageNotFoundError:
         return _row("extras", "", f"Unknown without the project's metadata: pip install -e . {_CONSTRAINED}")
-    packages = {name: _requirements(_PROJECT, name) for name in extras}
+    packages = {name: needed for name in extras if (needed := _requirements(_PROJECT, name))}  # on this Python
     installed = [name for name, needed in packages.items() if not _unsatisfied(needed)]
     missing = [name for name in packages if name not in installed]
     return _row("extras", f"installed: {', '.join(installed) or 'none'}; not installed: {', '.join(missing) or 'none'}")

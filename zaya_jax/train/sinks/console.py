@@ -23,6 +23,7 @@ from zaya_jax.run.metrics import MetricSink
 _MEASURED = 5  # steps that are timed before the console says how long the run takes
 _LONG = 240  # seconds; for longer runs on a CPU, the console says how to shorten them
 _SHORT = 120  # seconds of the shortened run
+_NAME = "_short"  # with which the shortened run's folder ends
 _SMOOTHING = 120.0  # seconds in which a step's weight in the ETA falls to 1/e
 
 
@@ -119,12 +120,13 @@ class ConsoleReport(MetricSink):
         """Say how long the run takes, and how to shorten it if that is long."""
         phase, left, seconds = self._config.phases[0], self._tokens_left(step), self._seconds_left(step)
         text = f"This run takes about {seconds / 60:.0f} minutes here."
-        if seconds > _LONG:
+        run_dir, typed = self._config.run_dir, sys.orig_argv
+        if seconds > _LONG and "zaya_jax.main" in typed and not run_dir.endswith(_NAME):
             batch, warmup = self._config.batch_for(phase).tokens, phase.schedule.warmup_tokens if phase.schedule else 0
             steps = round(left * _SHORT / seconds / batch + 0.5)
             tokens = max(warmup, tokens_before(self._config, step) + steps * batch)
-            changes = f"{self._config.phase_key(0)}.tokens={tokens} run_dir={shlex.quote(self._config.run_dir)}_short"
-            text += f" For one of about {_SHORT // 60}, stop it with Ctrl-C, and add to its command: {changes}"
+            command = [*typed, f"{self._config.phase_key(0)}.tokens={tokens}", f"run_dir={run_dir}{_NAME}"]
+            text += f" For one of about {_SHORT // 60}, stop it with Ctrl-C, and run: {shlex.join(command)}"
         if seconds > _SHORT:
             self.say(text)
 
