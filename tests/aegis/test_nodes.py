@@ -170,7 +170,9 @@ def check_the_log(run_dir: Path) -> None:
     assert (lost["node"], lost["text"]) == ("leader", f"{host}-1 was lost: its connection closed.")
     stop = next(event for event in events if event["code"] == "job-stop" and event["node"] == "leader")
     follow = [event for event in events if event.get("cause") == stop["id"] and event.get("cause_node") == "leader"]
-    assert [(event["node"], event["kind"]) for event in follow] == [(f"{host}-0", "detect")]
+    follow = [(event["node"], event["kind"], event["code"], event["fault"]) for event in follow]
+    assert follow == [(f"{host}-0", "detect", "job-stop", "peers")]
+    assert not [event for event in events if event["code"] == "hang"]
     second = next(event for event in events if event["code"] == "job-attempt" and event["attempt"] == 2)
     assert second["text"] == f"Ranks 0: {host}-0, 1: {host}-2"
     assert second["cause"] == stop["id"]

@@ -107,8 +107,8 @@ class Member:
         if order.runs and order.rank == report.rank:
             return None
         count = self._place.job["processes"]
-        own = [number % count for number in order.suspects if number // count == report.rank]
-        return dataclasses.replace(order, suspects=own)
+        own = (number % count for number in order.suspects if number // count == report.rank)
+        return dataclasses.replace(order, suspects=tuple(own))
 
     def report(self, state: State, **changes: Any) -> None:
         """Tell the leader what this node does."""
