@@ -36,9 +36,16 @@ def keep(job: JobState, environment: dict[str, str], command: TrainingCommand) -
     return kept
 
 
-def test_a_spare_that_passes_its_preflight_starts_processes_on_standby(tmp_path, job):
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"},
+        {"KUBERNETES_SERVICE_HOST": "192.0.2.1", "JOB_COMPLETION_INDEX": "2"},
+    ],
+)
+def test_a_spare_that_passes_its_preflight_starts_processes_on_standby(tmp_path, job, launcher):
     command = read_command([sys.executable, "-m", "zaya_jax.main", str(write_run(tmp_path))], 1, None)
-    kept = keep(job, {}, command)
+    kept = keep(job, launcher, command)
     assert job.said == [""]
     kept.keep(command)
     running = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]

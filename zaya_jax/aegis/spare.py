@@ -10,6 +10,7 @@ from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.processes import Process, ProcessGroup
 from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.run import job_secret
+from zaya_jax.run.launcher import without_launcher
 from zaya_jax.run.standby import send_place
 
 _LONGEST = 900.0  # seconds that the check of the devices may take, as a sick GPU may hang
@@ -30,8 +31,9 @@ class Spare:
         if self._group is not None:
             self._watch(self._group)
         elif (member := self._job.member) is not None and member.is_idle_spare and time.monotonic() > self._next:
-            processes = command.standbys() if self._is_checked else [command.preflight()]
-            started = [(argv, {**self._environment, **variables}) for argv, variables in processes]
+            started = [(command.preflight(), without_launcher(self._environment))]
+            if self._is_checked:
+                started = [(argv, {**self._environment, **variables}) for argv, variables in command.standbys()]
             self._started = time.monotonic()
             with contextlib.suppress(OSError):  # the machine is short of something: try again
                 self._group = ProcessGroup(started, self._job.outputs, expects_records=self._is_checked)

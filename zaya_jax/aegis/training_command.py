@@ -78,11 +78,11 @@ class TrainingCommand:
         devices = [{"JAX_LOCAL_DEVICE_IDS": str(device), standby.VARIABLE: "1"} for device in self.devices]
         return [(list(self.argv), variables) for variables in devices]
 
-    def preflight(self) -> tuple[list[str], dict[str, str]]:
-        """Return the command, and its variables, that checks the devices of this node for a training command."""
+    def preflight(self) -> list[str]:
+        """Return the command that checks the devices of this node for a training command."""
         options = parse_training(_training_arguments(self.argv) or ())
         check = [sys.executable, "-m", "zaya_jax.machine", "preflight", str(options.config), *options.overrides]
-        return [*check, "measurements=null"], {}  # which are of the whole job
+        return [*check, "measurements=null"]  # which are of the whole job
 
     def with_fewer_devices(self, lost: int | None) -> Self | None:
         """Return the command without the device `lost` (the last, if None), on as many others as its batches allow.

@@ -23,6 +23,12 @@ def detect_launcher(environment: Mapping[str, str]) -> str | None:
     return "Kubernetes" if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys() else None
 
 
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a process of no job, although a launcher has started this one."""
+    ranks = {"JOB_COMPLETION_INDEX", *(rank for rank, _ in _TASKS.values())}
+    return {name: value for name, value in environment.items() if name not in ranks}
+
+
 def node_index(environment: Mapping[str, str]) -> int | None:
     """Return the index of this node in a job of Slurm or Kubernetes; None if neither started this process."""
     for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):
