@@ -27,6 +27,7 @@ from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
 from zaya_jax.aegis.member import Member, Place
+from zaya_jax.aegis.roster import Order
 from zaya_jax.aegis.state import write_state
 from zaya_jax.aegis.supervision_report import describe_nodes
 from zaya_jax.run.job_secret import VARIABLE, prove
@@ -274,7 +275,9 @@ def test_a_node_gives_up_a_silent_leader_also_while_its_thread_waits_for_a_file_
     monkeypatch.setattr(member, "_GIVE_UP", 0.3)
     monkeypatch.setattr(Member, "_connect", wait)
     node = Member(Place(1, "node-1", "127.0.0.1", 1, tmp_path / "secret", {}, 60.0), 0, None)
-    node._has_joined, deadline = True, time.monotonic() + 20
+    node._follow(Order(has_token=True))
+    assert node._describe()["has_token"]
+    deadline = time.monotonic() + 20
     try:
         assert node.wait_for_start(lambda: not time.sleep(0.01) and time.monotonic() < deadline) is None
         code, text = node.ended or (0, "")

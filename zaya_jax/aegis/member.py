@@ -221,6 +221,8 @@ class Member:
         if order.code is not None:  # first, since another thread reads both
             self._ended = order.code, order.text
         self.order = order
+        if order.has_token:
+            self.note(has_token=True)
         if self._copies is not None:
             self._copies.follow(order.peers, copies=order.copies, has_rank=order.rank is not None)
 
