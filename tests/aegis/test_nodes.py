@@ -231,9 +231,12 @@ def test_all_stop_within_10_s_and_ask_for_other_nodes_if_the_leaders_node_is_los
     check_events(read_events(nodes.run_dir / "aegis" / f"{os.uname().nodename}-1" / EVENTS)[:1])
 
 
-def test_a_request_to_stop_one_node_lets_all_save(start, tmp_path):
+@pytest.mark.parametrize("is_leader_lost", [False, True])
+def test_a_request_to_stop_one_node_lets_all_save(start, tmp_path, is_leader_lost):
     nodes = start(2, 1, 100_000)
     nodes.until(lambda: nodes.step(0) and nodes.step(1))
+    if is_leader_lost:
+        nodes.leader().kill()
     nodes.nodes[1].process.send_signal(signal.SIGTERM)
     assert [node.wait(30) for node in nodes.nodes] == [85] * 3
     saved = [

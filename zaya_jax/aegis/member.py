@@ -128,10 +128,10 @@ class Member:
 
     def leave(self, code: SupervisorExit, text: str) -> None:
         """Say that this supervisor ends, unless the job has ended, and wait until the others know it."""
-        if self.ended is None:
+        if must_tell := self.ended is None:
             self.report(State.LEFT, code=int(code), text=text)
         self._closing.set()
-        if self._channel is not None or self._leader is not None:  # else its thread may wait for a node that is lost
+        if (must_tell and self._has_joined) or self._leader is not None:  # else its thread may wait for a lost node
             self._thread.join(_END_SECONDS + 3 * _ANSWER)
 
     def _send_report(self) -> None:
@@ -157,11 +157,13 @@ class Member:
             self._leader.end(_END_SECONDS)
 
     def _keep_talking(self) -> None:
-        while not self._closing.is_set() and self.ended is None:
+        while self.ended is None:
             was_lost = self._talk()
-            if self._leader is not None and self.ended is None and not self._closing.is_set():
+            if self._closing.is_set() and (self._channel is not None or not self._has_joined):
+                return  # the leader knows, or has never known this node
+            if self._leader is not None and self.ended is None:
                 self._leader.revive(was_lost=was_lost)
-            self._closing.wait(_RETRY)
+            time.sleep(_RETRY)
 
     def _talk(self) -> bool:
         """Connect to the leader and exchange messages until the connection is lost; False if it was never there."""
@@ -185,7 +187,7 @@ class Member:
                 sent = time.monotonic()
                 with self._lock:
                     self._send_report()
-        if self.ended is None and not self._closing.is_set():
+        if self.ended is None and not (self._closing.is_set() and channel.is_open):
             with self._lock:
                 self._channel = None
             channel.close()

@@ -173,7 +173,7 @@ class Roster:
         """Take over the attempt that an earlier leader of this job has started, or the number of nodes of its last."""
         if self._has_ordered or not report.nodes or report.attempt < self.order.attempt:
             return
-        if report.rank is None or report.state not in (State.RUNNING, State.FINISHED):
+        if report.rank is None or report.state not in (State.RUNNING, State.FINISHED, State.LEFT):
             if not self.order.runs:
                 self.order = Order(report.attempt, nodes=report.nodes)
             return
@@ -264,7 +264,7 @@ class Roster:
 
     def _fit(self) -> list[int]:
         """Return the members that can have a rank."""
-        return [index for index, report in self.members.items() if not report.unfit]
+        return [index for index, report in self.members.items() if not report.unfit or index == 0]
 
     def _fitting(self, count: int) -> int:
         """Return how many of `count` nodes may train; 0 if they are too few."""
