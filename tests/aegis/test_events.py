@@ -39,7 +39,7 @@ def test_a_log_is_continued_after_a_line_that_is_torn(tmp_path):
     assert [event["id"] for event in read_events(tmp_path / EVENTS)] == [1, 2]
 
 
-def test_a_log_that_another_process_may_write_is_left_alone_until_it_is_opened(tmp_path):
+def test_a_log_that_another_process_may_write_is_left_alone_until_the_first_event(tmp_path):
     first = EventLog(tmp_path, "node", FileWorker())
     first.write("start", "attempt")
     assert first.close()
@@ -48,7 +48,6 @@ def test_a_log_that_another_process_may_write_is_left_alone_until_it_is_opened(t
     before = (tmp_path / EVENTS).read_bytes()
     second = EventLog(tmp_path, "node", FileWorker(), gap=1000)
     assert (tmp_path / EVENTS).read_bytes() == before
-    second.open()
     assert second.write("start", "attempt") == 1002
     assert second.close()
     assert [event["id"] for event in read_events(tmp_path / EVENTS)] == [1, 1002]

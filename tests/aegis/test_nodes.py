@@ -279,7 +279,10 @@ def test_a_node_gives_up_a_silent_leader_also_while_its_thread_waits_for_a_file_
     monkeypatch.setattr(Member, "_connect", wait)
     node = Member(Place(1, "node-1", "127.0.0.1", 1, tmp_path / "secret", {}, 60.0), 0, None)
     node._follow(Order(has_token=True))
-    assert node._describe()["has_token"]
+    node.note(unfit="Its check failed when it was given a rank.")
+    node._follow(Order(1, rank=0, runs=True))
+    assert node.wait_for_start(lambda: True) is not None
+    assert (node._describe()["has_token"], node._describe()["unfit"]) == (True, "")
     deadline = time.monotonic() + 20
     try:
         assert node.wait_for_start(lambda: not time.sleep(0.01) and time.monotonic() < deadline) is None

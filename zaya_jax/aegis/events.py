@@ -44,26 +44,22 @@ class EventLog:
         """Continue the log of this `node` in `folder`; `listener` is called with each event that was written.
 
         With a `gap`, another process may still write so many events: the ids of this one are greater by that, and the
-        file is only read until the thread of `files` calls `open`.
+        file is only read before the first event.
         """
         self._node, self._files, self._listener, self._path = node, files, listener, folder / EVENTS
         self._lines: LineFile | None = None
-        events = parse_events(self._read()[0])
+        events = read_events(self._path)
         self._id = max((event["id"] + gap for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
         self._dropped = 0
         if not gap:
-            self.open()
+            self._open()
 
-    def _read(self) -> tuple[bytes, int]:
-        """Return the end of the file, and its size."""
-        size = self._path.stat().st_size if self._path.exists() else 0
-        return read_end(self._path, LONGEST_JSON) if size else b"", size
-
-    def open(self) -> LineFile:
+    def _open(self) -> LineFile:
         """Open the file at its end, without a line that was torn when its writer was killed; do nothing if it is."""
         if self._lines is None:
-            content, size = self._read()
+            size = self._path.stat().st_size if self._path.exists() else 0
+            content = read_end(self._path, LONGEST_JSON) if size else b""
             torn = len(content) - content.rfind(b"\n") - 1
             self._lines = LineFile(self._path, size - torn % LONGEST_JSON, DiskGuard(lambda sentence: None))
             if torn == LONGEST_JSON:  # damage, which the next event must not be part of
@@ -102,11 +98,11 @@ class EventLog:
 
     def close(self, seconds: float = 10.0) -> bool:
         """Close the file once everything is written; return whether that took at most `seconds`."""
-        self._files.submit(lambda: self.open().close())
+        self._files.submit(lambda: self._open().close())
         return self._files.finish(seconds) and self._lines is not None and not self._lines.waiting
 
     def _append(self, event: Mapping[str, Any]) -> None:
-        lines = self.open()
+        lines = self._open()
         lines.flush()
         if lines.waiting > _MOST_WAITING:
             self._dropped += 1

@@ -72,7 +72,6 @@ class Leader:
         self._setup, self._folder = setup, (folder := Path(setup.folder))
         self._files, self._log_lock = FileWorker(), contextlib.ExitStack()
         self._log = EventLog(folder, LEADER, self._files, gap=_MOST_IDS)
-        self._is_superseded = False
         self._roster = Roster(setup.job, self._log.attempt, setup.patience, self._write)
         self._files.submit(self._take_log)
         self._members: dict[int, _Connection] = {}
@@ -95,7 +94,7 @@ class Leader:
                     self._lose(connection, "its connection closed")
                 elif now - connection.last_seen > SILENT:
                     self._lose(connection, f"it has sent nothing for {SILENT:g} s")
-            if self._is_superseded:
+            if self._files.refuses:
                 self._roster.end_superseded()
             self._roster.decide(now)
             for connection in self._members.values():
@@ -105,25 +104,23 @@ class Leader:
                 self._write_state(now)
             if self._roster.has_ended and ended is None:
                 ended = now
-        if not self._log.close(_END_SECONDS) and not self._is_superseded:
+        if not self._log.close(_END_SECONDS) and not self._files.refuses:
             warn("The log of the job lacks events: its folder does not answer or is full, or another job writes it.")
         self._log_lock.close()
 
     def _take_log(self) -> None:
-        """Continue the log once no leader of another job writes it, as the one that a partition has cut off does."""
+        """Let events be written once no leader of another job writes any, as one that a partition cut off does."""
         state, since = dict[str, Any](), time.monotonic()  # of that leader, and when it was new
-        while not self._is_superseded:
+        while not self._files.refuses:
             try:
-                self._log_lock.enter_context(locked(self._folder / ".lock", "The log of the job", wait=False))
+                return self._log_lock.enter_context(locked(self._folder / ".lock", "The log of the job", wait=False))
             except InputError as error:
                 if (latest := read_fields(self._folder / STATE, {"unix": int | float})) != state:
                     state, since = latest, time.monotonic()
-                if error.reason is Reason.PEERS_MISSING and time.monotonic() < since + _FROZEN:
-                    time.sleep(_STATE_EVERY)
-                    self._look_for_another_job()
-                    continue  # else that leader is frozen, or there are no locks
-            self._log.open()
-            return
+                if error.reason is not Reason.PEERS_MISSING or time.monotonic() > since + _FROZEN:
+                    return  # there are no locks, or that leader is frozen
+            time.sleep(_STATE_EVERY)
+            self._look_for_another_job()
 
     def _receive_until(self, deadline: float) -> float:
         """Read what arrives; return a time before which nothing arrived that is unread, even after a pause."""
@@ -135,8 +132,7 @@ class Leader:
                 return now
 
     def _write(self, kind: Any, code: str, *, severity: Severity = Severity.INFO, text: str, **details: Any) -> int:
-        if "attempt" in details:
-            self._log.attempt = details.pop("attempt")
+        self._log.attempt = details.pop("attempt", self._log.attempt)
         self._files.submit(self._look_for_another_job)  # before it is written, since this process may have been frozen
         return self._log.write(kind, code, severity=severity, text=text, **details)
 
@@ -193,9 +189,8 @@ class Leader:
         state = "ended" if roster.has_ended else "running" if roster.order.runs else "waiting"
         details = {"attempt": roster.order.attempt, "nodes": nodes, "lost": dict(roster.lost), "why": roster.order.text}
         details |= {"needed": roster.order.nodes, "strangers": self._strangers.rejected, "exit_code": roster.order.code}
-        folder = self._folder
         self._files.submit(self._look_for_another_job)
-        self._state = self._files.submit(lambda: write_state(folder, state=state, **details))
+        self._state = self._files.submit(lambda: write_state(self._folder, state=state, **details))
         self._log.flush()
 
     def _look_for_another_job(self) -> None:
@@ -205,7 +200,6 @@ class Leader:
             self._roster.has_token = True
         elif job is not None and self._roster.has_token:
             self._files.refuse()
-            self._is_superseded = True
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ class Member:
         while self.ended is None and idle():
             order = self.order
             if order.runs and order.rank is not None and order.attempt > self._report.attempt:
-                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes)
+                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes, unfit="")
                 return order, prove(self._secret, "attempt", str(order.attempt), order.nonce)
         return None
 
@@ -223,8 +223,7 @@ class Member:
         if order.code is not None:  # first, since another thread reads both
             self._ended = order.code, order.text
         self.order = order
-        if order.has_token:
-            self.note(has_token=True)
+        self.note(has_token=order.has_token or self._report.has_token)
         if self._copies is not None:
             self._copies.follow(order.peers, copies=order.copies, has_rank=order.rank is not None)
 

@@ -10,7 +10,6 @@ from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.processes import Process, ProcessGroup
 from zaya_jax.aegis.training_command import TrainingCommand
 from zaya_jax.run import job_secret
-from zaya_jax.run.launcher import without_launcher
 from zaya_jax.run.standby import send_place
 
 _LONGEST = 900.0  # seconds that the check of the devices may take, as a sick GPU may hang
@@ -31,9 +30,8 @@ class Spare:
         if self._group is not None:
             self._watch(self._group)
         elif (member := self._job.member) is not None and member.is_idle_spare and time.monotonic() > self._next:
-            started = [(command.preflight(), without_launcher(self._environment))]
-            if self._is_checked:
-                started = [(argv, {**self._environment, **variables}) for argv, variables in command.standbys()]
+            processes = command.standbys() if self._is_checked else [command.preflight()]
+            started = [(argv, {**self._environment, **variables}) for argv, variables in processes]
             self._started = time.monotonic()
             self._next = self._started + _AGAIN
             with contextlib.suppress(OSError):  # the machine is short of something: try again then
@@ -66,8 +64,6 @@ class Spare:
     def place(self, command: TrainingCommand, processes: Sequence[Process]) -> ProcessGroup | None:
         """Give the processes on standby their places; None if there are none, or one of them has ended."""
         is_ready, self._is_checked, self._next = self._is_checked, False, 0.0
-        if self._job.member is not None:
-            self._job.member.note(unfit="")
         if self._group is None or not is_ready:
             return self.end()
         group, self._group = self._group, None

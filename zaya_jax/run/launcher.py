@@ -7,6 +7,8 @@ from zaya_jax.errors import InputError
 # A variable that only launched tasks have, and the number of tasks: a job of one task needs no coordinator.
 _TASKS = {"Slurm": ("SLURM_PROCID", "SLURM_NTASKS"), "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
 
+RANKS = (*(rank for rank, _ in _TASKS.values()), "JOB_COMPLETION_INDEX")  # without these variables none is detected
+
 
 def detect_launcher(environment: Mapping[str, str]) -> str | None:
     """Return the launcher of a multi-process job ('Slurm', 'Open MPI' or 'Kubernetes'); None for a single process.
@@ -21,12 +23,6 @@ def detect_launcher(environment: Mapping[str, str]) -> str | None:
             return name
     # An indexed job; only the API knows its number of pods.
     return "Kubernetes" if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys() else None
-
-
-def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a process of no job, although a launcher has started this one."""
-    ranks = {"JOB_COMPLETION_INDEX", *(rank for rank, _ in _TASKS.values())}
-    return {name: value for name, value in environment.items() if name not in ranks}
 
 
 def node_index(environment: Mapping[str, str]) -> int | None:

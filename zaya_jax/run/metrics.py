@@ -115,9 +115,8 @@ class LineFile:
 
     def close(self) -> None:
         """Write what waits, and close the file; the second time, do nothing, since others may write it by then."""
-        if self._file is None and not self.waiting:
-            return
-        self.flush()
+        if self._file is not None or self.waiting:
+            self.flush()
         if self._file is not None:
             os.close(self._file)
             self._file = None
