@@ -39,6 +39,20 @@ def test_a_log_is_continued_after_a_line_that_is_torn(tmp_path):
     assert [event["id"] for event in read_events(tmp_path / EVENTS)] == [1, 2]
 
 
+def test_a_log_that_another_process_may_write_is_left_alone_until_the_first_event(tmp_path):
+    first = EventLog(tmp_path, "node", FileWorker())
+    first.write("start", "attempt")
+    assert first.close()
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(b'{"v": 1, "id": 2, ')  # it goes on
+    before = (tmp_path / EVENTS).read_bytes()
+    second = EventLog(tmp_path, "node", FileWorker(), gap=1000)
+    assert (tmp_path / EVENTS).read_bytes() == before
+    assert second.write("start", "attempt") == 1002
+    assert second.close()
+    assert [event["id"] for event in read_events(tmp_path / EVENTS)] == [1, 1002]
+
+
 def test_of_a_log_without_end_the_last_events_count(tmp_path):
     path = tmp_path / EVENTS
     path.write_bytes(b"{}\n")

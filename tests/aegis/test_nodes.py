@@ -27,6 +27,7 @@ from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.job_view import format_events, format_job, merge_events
 from zaya_jax.aegis.member import Member, Place
+from zaya_jax.aegis.roster import Order
 from zaya_jax.aegis.state import write_state
 from zaya_jax.aegis.supervision_report import describe_nodes
 from zaya_jax.run.job_secret import VARIABLE, prove
@@ -170,7 +171,9 @@ def check_the_log(run_dir: Path) -> None:
     assert (lost["node"], lost["text"]) == ("leader", f"{host}-1 was lost: its connection closed.")
     stop = next(event for event in events if event["code"] == "job-stop" and event["node"] == "leader")
     follow = [event for event in events if event.get("cause") == stop["id"] and event.get("cause_node") == "leader"]
-    assert [(event["node"], event["kind"]) for event in follow] == [(f"{host}-0", "detect")]
+    follow = [(event["node"], event["kind"], event["code"], event["fault"]) for event in follow]
+    assert follow == [(f"{host}-0", "detect", "job-stop", "peers")]
+    assert not [event for event in events if event["code"] == "hang"]
     second = next(event for event in events if event["code"] == "job-attempt" and event["attempt"] == 2)
     assert second["text"] == f"Ranks 0: {host}-0, 1: {host}-2"
     assert second["cause"] == stop["id"]
@@ -228,9 +231,12 @@ def test_all_stop_within_10_s_and_ask_for_other_nodes_if_the_leaders_node_is_los
     check_events(read_events(nodes.run_dir / "aegis" / f"{os.uname().nodename}-1" / EVENTS)[:1])
 
 
-def test_a_request_to_stop_one_node_lets_all_save(start, tmp_path):
+@pytest.mark.parametrize("is_leader_lost", [False, True])
+def test_a_request_to_stop_one_node_lets_all_save(start, tmp_path, is_leader_lost):
     nodes = start(2, 1, 100_000)
     nodes.until(lambda: nodes.step(0) and nodes.step(1))
+    if is_leader_lost:
+        nodes.leader().kill()
     nodes.nodes[1].process.send_signal(signal.SIGTERM)
     assert [node.wait(30) for node in nodes.nodes] == [85] * 3
     saved = [
@@ -272,7 +278,12 @@ def test_a_node_gives_up_a_silent_leader_also_while_its_thread_waits_for_a_file_
     monkeypatch.setattr(member, "_GIVE_UP", 0.3)
     monkeypatch.setattr(Member, "_connect", wait)
     node = Member(Place(1, "node-1", "127.0.0.1", 1, tmp_path / "secret", {}, 60.0), 0, None)
-    node._has_joined, deadline = True, time.monotonic() + 20
+    node._follow(Order(has_token=True))
+    node.note(unfit="Its check failed when it was given a rank.")
+    node._follow(Order(1, rank=0, runs=True))
+    assert node.wait_for_start(lambda: True) is not None
+    assert (node._describe()["has_token"], node._describe()["unfit"]) == (True, "")
+    deadline = time.monotonic() + 20
     try:
         assert node.wait_for_start(lambda: not time.sleep(0.01) and time.monotonic() < deadline) is None
         code, text = node.ended or (0, "")

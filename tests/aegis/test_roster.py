@@ -459,6 +459,16 @@ def test_a_spare_that_cannot_train_is_named_at_once_and_not_chosen_until_it_can(
     assert "node-3: Its GPU is lost." in job.roster.order.text
 
 
+def test_the_leaders_node_counts_whatever_a_check_of_it_said():
+    job = started(3, 0)
+    job.say(0, State.RUNNING, unfit="Its GPU is lost.")
+    job.say(1, State.ENDED, text="It crashed.")
+    for index in [*job.roster.members] * 3:
+        job.obey(index)
+    assert job.roster.ranks == {0: 0, 1: 1, 2: 2}
+    assert job.roster.order.runs
+
+
 FAULTS = ["come", "obey", "obey", "obey", "lose", "fail", "hang", "finish", "wait", "lead", "die", "leave", "unfit"]
 STEPS = st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(0, 4)), max_size=60)
 

@@ -36,21 +36,51 @@ def keep(job: JobState, environment: dict[str, str], command: TrainingCommand) -
     return kept
 
 
-def test_a_spare_that_passes_its_preflight_starts_processes_on_standby(tmp_path, job):
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"},
+        {"KUBERNETES_SERVICE_HOST": "192.0.2.1", "JOB_COMPLETION_INDEX": "2"},
+    ],
+)
+def test_a_spare_that_passes_its_preflight_starts_processes_on_standby(tmp_path, job, launcher):
     command = read_command([sys.executable, "-m", "zaya_jax.main", str(write_run(tmp_path))], 1, None)
-    kept = keep(job, {}, command)
+    kept = keep(job, launcher, command)
     assert job.said == [""]
     kept.keep(command)
     running = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
     (standby,) = [each for each in running if "zaya_jax.main" in each.cmdline()]
-    kept.end()
-    assert not standby.is_running()
+    standby.kill()
+    while not job.said[1:]:
+        kept.keep(command)
+        time.sleep(0.02)
+    assert job.said == ["", ""]  # it can replace a node without standby
+    kept.keep(command)
+    assert kept._group is None
+    assert job.log.close()
+    (event,) = read_events(tmp_path / EVENTS)
+    assert (event["code"], event["text"][:29]) == ("standby-ended", "Standby ended with status -9:")
+
+
+def test_a_check_that_is_killed_names_its_status(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingCommand, "preflight", lambda _: (["sh", "-c", "kill -9 $$"], {}))
+    keep(job, {}, TrainingCommand(("true",), tmp_path))
+    assert job.said == ["The preflight of this spare ended with status -9: it printed nothing."]
+
+
+def test_a_machine_that_cannot_start_a_process_is_tried_again_later(job, tmp_path, monkeypatch):
+    tries = []
+    monkeypatch.setattr(TrainingCommand, "preflight", lambda _: tries.append(0) or ([str(tmp_path / "absent")], {}))
+    kept = Spare(job, dict(os.environ))
+    for _ in range(3):
+        kept.keep(TrainingCommand(("true",), tmp_path))
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize(
     ("environment", "seconds", "text"),
     [
-        ({"JAX_PLATFORMS": "absent"}, 120.0, "The preflight of this spare failed: "),
+        ({"JAX_PLATFORMS": "absent"}, 120.0, "The preflight of this spare ended with status 2: "),
         ({}, 0.1, "The preflight of this spare did not end within 0.1 s: "),
     ],
 )

@@ -116,6 +116,11 @@ def steps(run: Path) -> int:
     return (run / METRICS).read_bytes().count(b"\n") if (run / METRICS).exists() else 0
 
 
+def is_on_standby(node: Node) -> bool:
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in node.pids]
+    return any(b"zaya_jax.main" in path.read_bytes().split(b"\0")[:3] for path in commands if path.exists())
+
+
 def test_slurm_replaces_a_lost_node_by_a_spare_and_requeues_the_job_once_none_is_left(slurm, tmp_path):
     assert NETWORK in slurm.call("cat", "/etc/hosts")
     run = tmp_path / "run"
@@ -127,6 +132,8 @@ def test_slurm_replaces_a_lost_node_by_a_spare_and_requeues_the_job_once_none_is
     job = said.split()[-1]
     assert said == f"Submitted batch job {job}\n"
     slurm.until(lambda: steps(run) >= 25)
+    slurm.until(lambda: is_on_standby(slurm.nodes[3]))
+    assert not [event for event in read_events(run / "aegis" / EVENTS) if event["code"] == "node-unfit"]
     slurm.nodes[1].send(signal.SIGKILL)
     slurm.until(lambda: len([e for e in read_events(run / "aegis" / EVENTS) if e["code"] == "job-attempt"]) == 2)
     at = steps(run)

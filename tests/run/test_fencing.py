@@ -230,19 +230,11 @@ def test_a_check_waits_for_nothing_that_lies_in_the_place_of_the_file(tmp_path, 
     assert "cannot be read; restart the run" in fence.check()
 
 
-def test_only_a_newer_token_of_another_job_supersedes_whatever_its_host(tmp_path, monkeypatch):
-    def take(job: str) -> None:
+def test_the_newest_token_names_the_job_that_took_it_whatever_its_host(tmp_path, monkeypatch):
+    assert fencing.newest_job(tmp_path) is None
+    for job in ("first", "second", "second", ""):  # a script may train twice; a command without a supervisor
         monkeypatch.setitem(fencing._TAKER, "job", job)
         Fence(tmp_path).take({})
-
-    assert not fencing.is_superseded(tmp_path, 0, "own")
-    take("before")
-    assert not fencing.is_superseded(tmp_path, 1, "own")
-    for _ in range(2):  # a script may train twice
-        take("own")
-        assert not fencing.is_superseded(tmp_path, 1, "own")
-    for other in ("other", ""):  # on the same host; a command without a supervisor
-        take(other)
-        assert fencing.is_superseded(tmp_path, 1, "own")
+        assert fencing.newest_job(tmp_path) == job
     (tmp_path / fencing.FENCE).write_bytes(b"{")
-    assert not fencing.is_superseded(tmp_path, 1, "own")
+    assert fencing.newest_job(tmp_path) is None

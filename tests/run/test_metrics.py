@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zaya_jax.errors import InputError
 from zaya_jax.run import metrics as module
-from zaya_jax.run.metrics import DiskGuard, JsonlFile, read_rows
+from zaya_jax.run.metrics import DiskGuard, JsonlFile, LineFile, read_rows
 
 
 def row(step):
@@ -162,3 +162,14 @@ def test_a_row_missing_before_the_checkpoint_is_told_and_nothing_is_dropped(tmp_
     with pytest.raises(InputError, match=rf"{path}.*step {missing} is missing or damaged"):
         opened(path, 3)
     assert path.read_bytes() == before
+
+
+def test_a_file_that_is_closed_again_keeps_what_another_process_has_appended(tmp_path):
+    path = tmp_path / "lines"
+    file = LineFile(path, 0, DiskGuard(print))
+    file.append_line(b"own\n")
+    file.close()
+    with path.open("ab") as other:
+        other.write(b"another's\n")
+    file.close()
+    assert path.read_bytes() == b"own\nanother's\n"

@@ -36,10 +36,9 @@ from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError, Reason
 from zaya_jax.hardware.detection import select_preset
-from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.digests import digest
-from zaya_jax.run.fencing import JOB, read_token
+from zaya_jax.run.fencing import JOB
 from zaya_jax.run.files import Unlockable, expanded, locked
 from zaya_jax.run.job_secret import secret_path, share_secret
 from zaya_jax.run.options import parse_training
@@ -137,8 +136,7 @@ def _join(
         return functools.partial(Member, place, leader=None, copies=copies)
     listeners = [stack.enter_context(each) for each in open_listeners(coordinator, patience)]
     secret = stack.enter_context(share_secret(place.secret))
-    token = read_token(command.run_dir / CHECKPOINTS)
-    setup = Setup(str(command.run_dir / AEGIS), job, patience, 0 if token is None else token.number, name)
+    setup = Setup(str(command.run_dir / AEGIS), job, patience, name)
     leader = LeaderProcess(listeners, secret, setup)
     return functools.partial(Member, place, leader=leader, copies=copies)
 

@@ -242,7 +242,7 @@ class Attempt:
             if not job.signals:
                 job.note_signal(signal.SIGTERM)
             return
-        step, is_suspect = job.best_step, stop.suspects != ()
+        step, is_suspect = job.best_step, bool(stop.suspects)
         fault, code = (FaultClass.HANG, f"hang-{stop.hang}") if is_suspect else (FaultClass.PEERS, "job-stop")
         rank = stop.suspects[0] if len(stop.suspects) == 1 else None
         severity = Severity.ERROR if is_suspect else Severity.INFO if stop.saves else Severity.WARNING

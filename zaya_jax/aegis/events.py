@@ -43,28 +43,28 @@ class EventLog:
     ) -> None:
         """Continue the log of this `node` in `folder`; `listener` is called with each event that was written.
 
-        Another process may still write `gap` events, so the ids of this one are greater by that.
+        With a `gap`, another process may still write so many events: the ids of this one are greater by that, and the
+        file is only read before the first event.
         """
         self._node, self._files, self._listener, self._path = node, files, listener, folder / EVENTS
-        events = parse_events(self._open())
+        self._lines: LineFile | None = None
+        events = read_events(self._path)
         self._id = max((event["id"] + gap for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
         self._dropped = 0
+        if not gap:
+            self._open()
 
-    def reopen(self) -> None:
-        """Continue at the end, which another process may have moved."""
-        self._lines.close()
-        self._open()
-
-    def _open(self) -> bytes:
-        size = self._path.stat().st_size if self._path.exists() else 0
-        content = read_end(self._path, LONGEST_JSON) if size else b""
-        # Without a line that was torn when its writer was killed. The trainer reports a full disk.
-        torn = len(content) - content.rfind(b"\n") - 1
-        self._lines = LineFile(self._path, size - torn % LONGEST_JSON, DiskGuard(lambda sentence: None))
-        if torn == LONGEST_JSON:  # damage, which the next event must not be part of
-            self._lines.append_line(b"\n")
-        return content
+    def _open(self) -> LineFile:
+        """Open the file at its end, without a line that was torn when its writer was killed; do nothing if it is."""
+        if self._lines is None:
+            size = self._path.stat().st_size if self._path.exists() else 0
+            content = read_end(self._path, LONGEST_JSON) if size else b""
+            torn = len(content) - content.rfind(b"\n") - 1
+            self._lines = LineFile(self._path, size - torn % LONGEST_JSON, DiskGuard(lambda sentence: None))
+            if torn == LONGEST_JSON:  # damage, which the next event must not be part of
+                self._lines.append_line(b"\n")
+        return self._lines  # the trainer reports a full disk
 
     def write(
         self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, text: str = "", **details: Any
@@ -93,24 +93,25 @@ class EventLog:
 
     def flush(self) -> None:
         """Write events that wait for a full disk."""
-        if self._lines.waiting:
+        if self._lines is not None and self._lines.waiting:
             self._files.submit(self._lines.flush)
 
     def close(self, seconds: float = 10.0) -> bool:
         """Close the file once everything is written; return whether that took at most `seconds`."""
-        self._files.submit(self._lines.close)
-        return self._files.finish(seconds) and not self._lines.waiting
+        self._files.submit(lambda: self._open().close())
+        return self._files.finish(seconds) and self._lines is not None and not self._lines.waiting
 
     def _append(self, event: Mapping[str, Any]) -> None:
-        self._lines.flush()
-        if self._lines.waiting > _MOST_WAITING:
+        lines = self._open()
+        lines.flush()
+        if lines.waiting > _MOST_WAITING:
             self._dropped += 1
             return
         dropped, self._dropped = self._dropped, 0
         row = {**event, "dropped": dropped} if dropped else event
-        self._lines.append_line((json.dumps(row, allow_nan=False) + "\n").encode())
+        lines.append_line((json.dumps(row, allow_nan=False) + "\n").encode())
         if event["severity"] in (Severity.ERROR, Severity.FATAL):
-            self._lines.sync()
+            lines.sync()
 
 
 def _plain(value: Any) -> Any:

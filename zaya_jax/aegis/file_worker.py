@@ -17,7 +17,7 @@ class FileWorker:
 
     def __init__(self) -> None:
         self._jobs = queue.Queue[Callable[[], object]](_MOST_WAITING)
-        self._refuses = False
+        self.refuses = False  # whether no job is done any more
         self._since: float | None = None  # start of the job that runs, of `time.monotonic`
         threading.Thread(target=self._work, name="files", daemon=True).start()
 
@@ -27,7 +27,7 @@ class FileWorker:
 
         def work() -> None:
             try:
-                if self._refuses:
+                if self.refuses:
                     raise OSError("Other processes have resumed the run.")
                 result.set_result(job())
             except BaseException as error:
@@ -41,7 +41,7 @@ class FileWorker:
 
     def refuse(self) -> None:
         """Do no job from now on, not even those that wait: the folder belongs to others."""
-        self._refuses = True
+        self.refuses = True
 
     @property
     def silent_seconds(self) -> float:

@@ -23,10 +23,10 @@ from zaya_jax.aegis.failure import Severity
 from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.roster import Order, Report, Roster
 from zaya_jax.aegis.secure_channel import SecureChannel
-from zaya_jax.aegis.state import STATE, is_fresh, read_fields, write_state
+from zaya_jax.aegis.state import STATE, read_fields, write_state
 from zaya_jax.errors import InputError, Reason
 from zaya_jax.run.checkpoints import CHECKPOINTS
-from zaya_jax.run.fencing import is_superseded
+from zaya_jax.run.fencing import newest_job
 from zaya_jax.run.files import locked
 from zaya_jax.run.handshake import Strangers
 from zaya_jax.run.job_secret import VARIABLE
@@ -40,6 +40,7 @@ _TICK = 0.05  # seconds between two decisions: their work grows with the nodes, 
 _PATIENCE = 10.0  # seconds that a proof may take
 _END_SECONDS = 5.0  # that members may take to read how the job ended
 _STATE_EVERY = 1.0  # seconds
+_FROZEN = 10.0  # seconds without a new state of another job's leader after which the log is not left to it
 _MOST_IDS = 1000  # events that a leader of another job may still write
 
 
@@ -55,13 +56,12 @@ class _Connection:
 
 
 class Setup(NamedTuple):
-    """What a leader is told of its job."""
+    """The job, as its supervisor describes it to a leader."""
 
     folder: str  # of its log and state
     job: Mapping[str, Any]  # what all supervisors have in common: `nodes`, `spares`, …
     patience: float  # seconds to wait for missing nodes; then one of the job's `smaller` numbers will do
-    token: int  # number of the run's fencing token when the job was started
-    name: str  # of the job in its own tokens
+    name: str  # of the job in its own fencing tokens
 
 
 class Leader:
@@ -72,9 +72,8 @@ class Leader:
         self._setup, self._folder = setup, (folder := Path(setup.folder))
         self._files, self._log_lock = FileWorker(), contextlib.ExitStack()
         self._log = EventLog(folder, LEADER, self._files, gap=_MOST_IDS)
-        self._files.submit(self._take_log)
-        self._is_superseded = False
         self._roster = Roster(setup.job, self._log.attempt, setup.patience, self._write)
+        self._files.submit(self._take_log)
         self._members: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._strangers = Strangers(self._selector, secret, self._admit)
@@ -95,8 +94,7 @@ class Leader:
                     self._lose(connection, "its connection closed")
                 elif now - connection.last_seen > SILENT:
                     self._lose(connection, f"it has sent nothing for {SILENT:g} s")
-            if self._is_superseded:
-                self._files.refuse()  # the run folder belongs to others
+            if self._files.refuses:
                 self._roster.end_superseded()
             self._roster.decide(now)
             for connection in self._members.values():
@@ -106,24 +104,26 @@ class Leader:
                 self._write_state(now)
             if self._roster.has_ended and ended is None:
                 ended = now
-        if not self._log.close(_END_SECONDS) and not self._is_superseded:
+        if not self._log.close(_END_SECONDS) and not self._files.refuses:
             warn("The log of the job lacks events: its folder does not answer or is full, or another job writes it.")
         self._log_lock.close()
 
     def _take_log(self) -> None:
-        """Continue the log once no leader of another job writes it, as the one that a partition has cut off does."""
-        while True:
+        """Let events be written once no leader of another job writes any, as one that a partition cut off does."""
+        state, since = dict[str, Any](), time.monotonic()  # of that leader, and when it was new
+        while not self._files.refuses:
             try:
-                self._log_lock.enter_context(locked(self._folder / ".lock", "The log of the job", wait=False))
+                return self._log_lock.enter_context(locked(self._folder / ".lock", "The log of the job", wait=False))
             except InputError as error:
-                is_alive = is_fresh(read_fields(self._folder / STATE, {"unix": int | float}))
-                if error.reason is Reason.PEERS_MISSING and is_alive:
-                    time.sleep(_STATE_EVERY)
-                    continue  # else that leader is frozen, or there are no locks
-            return self._log.reopen()
+                if (latest := read_fields(self._folder / STATE, {"unix": int | float})) != state:
+                    state, since = latest, time.monotonic()
+                if error.reason is not Reason.PEERS_MISSING or time.monotonic() > since + _FROZEN:
+                    return  # there are no locks, or that leader is frozen
+            time.sleep(_STATE_EVERY)
+            self._look_for_another_job()
 
     def _receive_until(self, deadline: float) -> float:
-        """Read what arrives; return a time, of which all that had arrived is read, even if this process was paused."""
+        """Read what arrives; return a time before which nothing arrived that is unread, even after a pause."""
         while True:
             now = time.monotonic()
             for key, _ in self._selector.select(max(deadline - now, 0.0)):
@@ -132,8 +132,8 @@ class Leader:
                 return now
 
     def _write(self, kind: Any, code: str, *, severity: Severity = Severity.INFO, text: str, **details: Any) -> int:
-        if "attempt" in details:
-            self._log.attempt = details.pop("attempt")
+        self._log.attempt = details.pop("attempt", self._log.attempt)
+        self._files.submit(self._look_for_another_job)  # before it is written, since this process may have been frozen
         return self._log.write(kind, code, severity=severity, text=text, **details)
 
     def _admit(self, peer: Peer, hello: dict[str, Any], key: str) -> None:
@@ -189,14 +189,17 @@ class Leader:
         state = "ended" if roster.has_ended else "running" if roster.order.runs else "waiting"
         details = {"attempt": roster.order.attempt, "nodes": nodes, "lost": dict(roster.lost), "why": roster.order.text}
         details |= {"needed": roster.order.nodes, "strangers": self._strangers.rejected, "exit_code": roster.order.code}
-        folder = self._folder
-        self._state = self._files.submit(lambda: write_state(folder, state=state, **details))
         self._files.submit(self._look_for_another_job)
+        self._state = self._files.submit(lambda: write_state(self._folder, state=state, **details))
         self._log.flush()
 
     def _look_for_another_job(self) -> None:
-        if is_superseded(self._folder.parent / CHECKPOINTS, self._setup.token, self._setup.name):
-            self._is_superseded = True
+        """Refuse to write any more once another job has taken a token after this one, rather than before its first."""
+        job = newest_job(self._folder.parent / CHECKPOINTS)
+        if job == self._setup.name:
+            self._roster.has_token = True
+        elif job is not None and self._roster.has_token:
+            self._files.refuse()
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ class Member:
         while self.ended is None and idle():
             order = self.order
             if order.runs and order.rank is not None and order.attempt > self._report.attempt:
-                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes)
+                self.report(State.RUNNING, attempt=order.attempt, rank=order.rank, nodes=order.nodes, unfit="")
                 return order, prove(self._secret, "attempt", str(order.attempt), order.nonce)
         return None
 
@@ -107,8 +107,8 @@ class Member:
         if order.runs and order.rank == report.rank:
             return None
         count = self._place.job["processes"]
-        own = [number % count for number in order.suspects if number // count == report.rank]
-        return dataclasses.replace(order, suspects=own)
+        own = (number % count for number in order.suspects if number // count == report.rank)
+        return dataclasses.replace(order, suspects=tuple(own))
 
     def report(self, state: State, **changes: Any) -> None:
         """Tell the leader what this node does."""
@@ -128,10 +128,10 @@ class Member:
 
     def leave(self, code: SupervisorExit, text: str) -> None:
         """Say that this supervisor ends, unless the job has ended, and wait until the others know it."""
-        if self.ended is None:
+        if must_tell := self.ended is None:
             self.report(State.LEFT, code=int(code), text=text)
         self._closing.set()
-        if self._channel is not None or self._leader is not None:  # else its thread may wait for a node that is lost
+        if (must_tell and self._has_joined) or self._leader is not None:  # else its thread may wait for a lost node
             self._thread.join(_END_SECONDS + 3 * _ANSWER)
 
     def _send_report(self) -> None:
@@ -157,11 +157,13 @@ class Member:
             self._leader.end(_END_SECONDS)
 
     def _keep_talking(self) -> None:
-        while not self._closing.is_set() and self.ended is None:
+        while self.ended is None:
             was_lost = self._talk()
-            if self._leader is not None and self.ended is None and not self._closing.is_set():
+            if self._closing.is_set() and (self._channel is not None or not self._has_joined):
+                return  # the leader knows, or has never known this node
+            if self._leader is not None and self.ended is None:
                 self._leader.revive(was_lost=was_lost)
-            self._closing.wait(_RETRY)
+            time.sleep(_RETRY)
 
     def _talk(self) -> bool:
         """Connect to the leader and exchange messages until the connection is lost; False if it was never there."""
@@ -185,7 +187,7 @@ class Member:
                 sent = time.monotonic()
                 with self._lock:
                     self._send_report()
-        if self.ended is None and not self._closing.is_set():
+        if self.ended is None and not (self._closing.is_set() and channel.is_open):
             with self._lock:
                 self._channel = None
             channel.close()
@@ -221,6 +223,7 @@ class Member:
         if order.code is not None:  # first, since another thread reads both
             self._ended = order.code, order.text
         self.order = order
+        self.note(has_token=order.has_token or self._report.has_token)
         if self._copies is not None:
             self._copies.follow(order.peers, copies=order.copies, has_rank=order.rank is not None)
 

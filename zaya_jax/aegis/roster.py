@@ -53,6 +53,7 @@ class Report:
     address: str = ""  # where it serves copies of checkpoints, see `Copies`; empty if it serves none
     held: int | None = None  # step of the checkpoint of which it holds every part, verified
     unfit: str = ""  # why it cannot train, such as a preflight that failed
+    has_token: bool = False  # `Order.has_token`, for a leader that was restarted
     samples: Sequence[Sample] | None = None  # of its processes that keep a progress record; None before they run
 
     @classmethod
@@ -82,6 +83,7 @@ class Order:
     copies: bool = False  # whether to get copies of the newest checkpoint: a spare, or a node that replaces another
     hang: str = ""  # phase in which processes hang, if it was stopped for that
     suspects: Sequence[int] = ()  # the processes that seem to cause it; their numbers in the job
+    has_token: bool = False  # whether a process of the job has taken a fencing token
 
     @property
     def is_request(self) -> bool:
@@ -118,6 +120,7 @@ class Roster:
         self._suspected = Counter[str]()  # instance → hangs that it seemed to cause
         self._replaced: dict[int, tuple[str, Order]] = {}  # index → instance, and the order to end
         self._has_ordered = False  # whether this leader has started or stopped an attempt
+        self.has_token = False  # whether a process of the job has taken a fencing token
 
     @property
     def has_ended(self) -> bool:
@@ -132,7 +135,7 @@ class Roster:
         copies = index in self._replacements if rank is not None else self.order.runs
         numbers = sorted(self.members) if copies else [0] if 0 in self.members else []
         peers = [self.members[each].address for each in numbers if each != index and self.members[each].address]
-        return dataclasses.replace(self.order, rank=rank, peers=peers, copies=copies)
+        return dataclasses.replace(self.order, rank=rank, peers=peers, copies=copies, has_token=self.has_token)
 
     def admit(self, report: Report, now: float) -> Order | None:
         """Add a member of the job, or return the order with which it is rejected."""
@@ -170,7 +173,7 @@ class Roster:
         """Take over the attempt that an earlier leader of this job has started, or the number of nodes of its last."""
         if self._has_ordered or not report.nodes or report.attempt < self.order.attempt:
             return
-        if report.rank is None or report.state not in (State.RUNNING, State.FINISHED):
+        if report.rank is None or report.state not in (State.RUNNING, State.FINISHED, State.LEFT):
             if not self.order.runs:
                 self.order = Order(report.attempt, nodes=report.nodes)
             return
@@ -184,6 +187,7 @@ class Roster:
         """Note what a member reports; `decide` acts on it."""
         index = report.index
         before, self.members[index] = self.members.get(index), report
+        self.has_token = self.has_token or report.has_token
         if report.unfit and (before is None or before.unfit != report.unfit):
             text = f"{report.name} cannot replace another node: {report.unfit}"
             self._write("detect", "node-unfit", severity=Severity.WARNING, text=text)
@@ -260,7 +264,7 @@ class Roster:
 
     def _fit(self) -> list[int]:
         """Return the members that can have a rank."""
-        return [index for index, report in self.members.items() if not report.unfit]
+        return [index for index, report in self.members.items() if not report.unfit or index == 0]
 
     def _fitting(self, count: int) -> int:
         """Return how many of `count` nodes may train; 0 if they are too few."""

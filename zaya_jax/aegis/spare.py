@@ -33,7 +33,8 @@ class Spare:
             processes = command.standbys() if self._is_checked else [command.preflight()]
             started = [(argv, {**self._environment, **variables}) for argv, variables in processes]
             self._started = time.monotonic()
-            with contextlib.suppress(OSError):  # the machine is short of something: try again
+            self._next = self._started + _AGAIN
+            with contextlib.suppress(OSError):  # the machine is short of something: try again then
                 self._group = ProcessGroup(started, self._job.outputs, expects_records=self._is_checked)
 
     def _watch(self, group: ProcessGroup) -> None:
@@ -45,17 +46,18 @@ class Spare:
             return
         self.end()
         self._is_checked, unfit = not was_checked and bool(ends) and ends[0].status == 0, ""
-        if not self._is_checked:
-            self._next = time.monotonic() + _AGAIN
-            last = [
-                stream.last_lines[-1].decode(errors="replace") for stream in group.ranks[0].streams if stream.last_lines
-            ]
-            how = "failed" if ends else f"did not end within {_LONGEST:g} s"
-            what = "The processes on standby ended" if was_checked else f"The preflight of this spare {how}"
-            unfit = f"{what}: {(ends and ends[0].words) or ' '.join(last)}"
-            seen = Observation("spare-unfit", FaultClass.CRASH, Severity.WARNING, unfit)
+        if self._is_checked:
+            self._next = 0.0
+        else:
+            code, what = ("standby-ended", "Standby") if was_checked else ("spare-unfit", "The preflight of this spare")
+            how = f"ended with status {ends[0].status}" if ends else f"did not end within {_LONGEST:g} s"
+            streams = group.ranks[ends[0].rank if ends else 0].streams
+            last = [stream.last_lines[-1].decode(errors="replace") for stream in streams if stream.last_lines]
+            reason = (ends and ends[0].words) or " ".join(last) or "it printed nothing."
+            seen = Observation(code, FaultClass.CRASH, Severity.WARNING, f"{what} {how}: {reason}")
             self._job.log.write_observation(seen)
-            unfit = seen.text  # short, and printable
+            if not was_checked:  # without standby, this node can still start from cold
+                unfit, self._next = seen.text, time.monotonic() + _AGAIN
         if self._job.member is not None:
             self._job.member.note(unfit=unfit)
 

@@ -23,7 +23,7 @@ from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps, usable_checkpoint
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import CONFIG, read_config
 from zaya_jax.run.job_secret import VARIABLE, make_secret
-from zaya_jax.run.launcher import node_index
+from zaya_jax.run.launcher import RANKS, node_index
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.patience import ended_early
 
@@ -81,8 +81,9 @@ class TrainingCommand:
     def preflight(self) -> tuple[list[str], dict[str, str]]:
         """Return the command, and its variables, that checks the devices of this node for a training command."""
         options = parse_training(_training_arguments(self.argv) or ())
+        alone = ["env", *(f"-u{name}" for name in RANKS)]  # as a process of no job
         check = [sys.executable, "-m", "zaya_jax.machine", "preflight", str(options.config), *options.overrides]
-        return [*check, "measurements=null"], {}  # which are of the whole job
+        return [*alone, *check, "measurements=null"], {}  # which are of the whole job
 
     def with_fewer_devices(self, lost: int | None) -> Self | None:
         """Return the command without the device `lost` (the last, if None), on as many others as its batches allow.

@@ -119,10 +119,10 @@ def read_token(folder: Path) -> FencingToken | None:
         return None
 
 
-def is_superseded(folder: Path, number: int, job: str) -> bool:
-    """Return whether a process of another job has taken a token that is newer than `number`."""
+def newest_job(folder: Path) -> str | None:
+    """Return the job whose process took the newest token, '' for a process of none; None if no token can be read."""
     token = read_token(folder)
-    return token is not None and token.number > number and token.taker.get("job") != job
+    return None if token is None else str(token.taker.get("job", ""))
 
 
 def is_current(folder: Path, step: int, number: int) -> bool:

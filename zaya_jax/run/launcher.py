@@ -7,6 +7,8 @@ from zaya_jax.errors import InputError
 # A variable that only launched tasks have, and the number of tasks: a job of one task needs no coordinator.
 _TASKS = {"Slurm": ("SLURM_PROCID", "SLURM_NTASKS"), "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")}
 
+RANKS = (*(rank for rank, _ in _TASKS.values()), "JOB_COMPLETION_INDEX")  # without these variables none is detected
+
 
 def detect_launcher(environment: Mapping[str, str]) -> str | None:
     """Return the launcher of a multi-process job ('Slurm', 'Open MPI' or 'Kubernetes'); None for a single process.

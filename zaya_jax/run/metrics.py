@@ -114,8 +114,9 @@ class LineFile:
         return len(self._lines) - self._written
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
-        self.flush()
+        """Write what waits, and close the file; the second time, do nothing, since others may write it by then."""
+        if self._file is not None or self.waiting:
+            self.flush()
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -180,7 +180,7 @@ def warn(sentence: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or Python fails to flush at exit and changes the status
 
 
-warn_once = functools.cache(warn)
+warn_once = functools.lru_cache(20)(warn)  # repeats a sentence after twenty others
 
 
 def flush_output() -> None:
