@@ -17,16 +17,7 @@ from typing import Any
 from zaya_jax.errors import ExitCode, as_sentence, exit_message, is_expected, visible
 from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.run.progress_record import record_from_environment
-from zaya_jax.run.signals import (
-    NAMES,
-    Interrupts,
-    Listener,
-    exit_status,
-    flush_output,
-    ignore_signals,
-    say_and_exit,
-    warn,
-)
+from zaya_jax.run.signals import NAMES, Interrupts, Listener, flush_output, ignore_signals, say_and_exit, warn
 
 _GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
 _outputs: dict[int, "_Output"] = {}  # by descriptor
@@ -118,7 +109,7 @@ def prepare_process() -> None:
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
 
     def stop(number: int) -> None:
-        sentence, status = f"Stopped by {NAMES[number]}.", exit_status(number)
+        sentence, status = f"Stopped by {NAMES[number]}.", ExitCode(128 + number)
         record.end(status, sentence, is_origin=True)
         say_and_exit(sentence, status)
 
