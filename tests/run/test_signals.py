@@ -176,6 +176,7 @@ def test_a_block_that_ctrl_c_ends_has_no_second_press_and_a_dropped_one_arrives_
                 with contextlib.suppress(KeyboardInterrupt):
                     os.kill(os.getpid(), signal.SIGINT)
                     time.sleep(0.1)
+            time.sleep(0.1)  # so that the second press is received before it would be forgotten
             Interrupts.repeat()
 
     monkeypatch.setattr(Interrupts, "_repeat", None)

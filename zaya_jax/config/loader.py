@@ -135,8 +135,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise InputError(f"{subject} is larger than the limit of {MAX_BYTES:,} bytes.")
     tree = parse_yaml(text, subject)
-    if tree is None and readers:
-        return {}
+    tree = {} if tree is None and readers else tree
     if tree is None:
         raise InputError(f"{subject} is empty.")
     if not isinstance(tree, dict):

@@ -165,8 +165,7 @@ def open_manifest(folder: Path) -> Manifest:
         raise InputError(_incomplete(folder))
     if not folder.is_dir():
         prepare = "python -m zaya_jax.data prepare"
-        advice = nearest_path(folder) or f" Create it with {prepare}."
-        problem = f"The prepared folder {folder} does not exist.{advice}"
+        problem = f"The prepared folder {folder} does not exist.{nearest_path(folder) or f' Create it with {prepare}.'}"
         if folder.exists():
             command = f"{prepare} --input {shlex.quote(str(folder))} --tokenizer TOKENIZER --output FOLDER"
             problem = f"{folder} is a file, not a prepared folder. Run {command}, and name that FOLDER."
