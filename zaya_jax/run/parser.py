@@ -64,8 +64,9 @@ class Parser(argparse.ArgumentParser):
 
     def _suggest(self, flag: str) -> str:
         takes_overrides = any(action.dest == "overrides" for parser in self._used() for action in parser._actions)
-        key = flag.replace("-", "_")
-        if takes_overrides and key.partition(".")[0] in _KEYS:
+        head, *rest = flag.split(".", maxsplit=1)  # the rest can have names with dashes
+        key = ".".join([head.replace("-", "_"), *rest])
+        if takes_overrides and head.replace("-", "_") in _KEYS:
             return f" An override has no dashes: {key}=VALUE."
         if takes_overrides and (ours := TRANSLATED.get(key)):
             return f" {ours}{' An override is written KEY=VALUE, without dashes.' if ours.startswith('Here') else ''}"
