@@ -113,11 +113,12 @@ def test_only_copies_and_compiled_programs_are_served_and_those_of_a_node_stay(t
 
 def test_a_node_that_lies_about_names_writes_nothing_elsewhere(tmp_path, node):
     first, second = node("a"), node("b")
-    listed = json.dumps([["../stolen", 1], ["/stolen", 1], ["jit_step", 1]]).encode()
+    listed = json.dumps([["../stolen", 1], [str(tmp_path / "stolen"), 1], ["jit_step", 1]]).encode()
     first._find = lambda request: (io.BytesIO(sent := b"x" if "file" in request else listed), len(sent))
     second.follow([first.address], copies=False, has_rank=True)
     until((tmp_path / "b" / "compiled" / "jit_step").exists)
     assert not (tmp_path / "b" / "stolen").exists()
+    assert not (tmp_path / "stolen").exists()
 
 
 def test_a_node_replaces_its_own_damaged_copy(tmp_path, node, used):

@@ -123,15 +123,18 @@ def test_arrays_that_are_not_wanted_or_not_there_are_named(tmp_path):
 
 
 def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
-    save_all(tmp_path, [1, 2])
-    restored = read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
-    assert not differing(restored.state, make_state(2))
-    flip(data_file(tmp_path / "2"))
-    with pytest.raises(InputError, match=r"does not match its checksum\. Use an older one, which is intact: .*/1\.$"):
-        read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
-    assert saved_steps(tmp_path) == [1, 2]
-    first = Path(shutil.copytree(tmp_path / "2", tmp_path / "alone" / "2"))
-    with pytest.raises(InputError, match=r"does not match its checksum\. No older checkpoint of the run is intact\.$"):
+    save_all(tmp_path, [1, 2, 3], keep=3)
+    restored = read_checkpoint(tmp_path / "3", lambda manifest: abstract(make_state()))
+    assert not differing(restored.state, make_state(3))
+    flip(data_file(tmp_path / "3"))
+    (manifest,) = (tmp_path / "2").glob("manifest-*.json")
+    manifest.unlink()
+    manifest.mkdir()  # it cannot be read
+    with pytest.raises(InputError, match=r"does not match its checksum\. Try an older one: .*/1\.$"):
+        read_checkpoint(tmp_path / "3", lambda manifest: abstract(make_state()))
+    assert saved_steps(tmp_path) == [1, 2, 3]
+    first = Path(shutil.copytree(tmp_path / "3", tmp_path / "alone" / "3"))
+    with pytest.raises(InputError, match=r"does not match its checksum\.$"):
         read_checkpoint(first, lambda manifest: abstract(make_state()))
     copied = Path(shutil.copytree(tmp_path / "1", tmp_path / "elsewhere" / "1"))  # without the folder's generations
     assert not differing(read_checkpoint(copied, lambda manifest: abstract(make_state())).state, make_state(1))

@@ -129,6 +129,8 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     written(tmp_path, "extends: a.yaml\n", "b.yaml")
     assert "extends itself" in refused_to_load(tmp_path / "a.yaml")
     assert "extends itself" in refused_to_load(written(tmp_path, "extends: ./run.yaml\n"))
+    (tmp_path / "b.yaml").write_text("# nothing\n")
+    assert "The key model is missing" in refused_to_load(written(tmp_path, "extends: b.yaml\n"))
     assert "must be the path" in refused_to_load(written(tmp_path, "extends: [a.yaml]\n"))
     assert "none.yaml does not exist" in refused_to_load(written(tmp_path, "extends: none.yaml\n"))
 
@@ -139,9 +141,11 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     ("num_layers=2", "Did you mean model.num_layers?"),
     ("model.num_heads=4", "Here it is model.num_query_heads."),
     ("early_stopping_patience=3", "Here it is evaluation.patience, in evaluations."),
-    ("lora.dropout=0.1", "There is none: ZAYA1 has no dropout."),
+    ("lora.dropout=0.1", "The key lora.dropout is unknown. ZAYA1 has no dropout."),
     ("phases=read", "phases is 'read', but must be a list."),
     ("phases.train.tokens=100k", "is '100k' (text), but must be a whole number, such as 100_000."),
+    ("phases.train.tokens=12345678901234567G", "but must be a whole number, such as 12345678901234567_000_000_000."),
+    ("phases.train.tokens=2K", "but must be a whole number, such as 2_000."),
     ("tokens=1", "Did you mean phases.train.tokens or phases.train.batch.tokens or train.batch.tokens?"),
     ("phases.trian.tokens=1", "Did you mean phases.train?"),
     ("optimizer.muon.learning_rat=1", "Did you mean optimizer.muon.learning_rate?"),

@@ -95,6 +95,8 @@ def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
     for load in (load_tokenizer, load_template):
         with pytest.raises(InputError, match=r"/pipe cannot be read: it is a folder, a pipe"):
             load(tmp_path / "pipe")
+    with pytest.raises(InputError, match=r"cannot be read: File name too long\."):
+        load_template("x" * 300)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"model": 1}', b"[]", b"null", b"\xff"])

@@ -68,8 +68,8 @@ def test_a_package_that_does_not_fit_fails(package, version, message, monkeypatc
 
 
 def test_every_extra_is_listed_once_and_one_counts_only_with_all_its_packages(tmp_path, monkeypatch):
-    (extras,) = (check.message for check in check_installation(tmp_path, CACHE) if check.check == "extras")
-    installed, missing = (part.partition(": ")[2].split(", ") for part in extras.split("; "))
+    (message,) = (check.message for check in check_installation(tmp_path, CACHE) if check.check == "extras")
+    installed, missing = (part.partition(": ")[2].split(", ") for part in message.split("; "))
     extras = set(metadata("zaya-jax").get_all("Provides-Extra", []))
     extras -= {"ports"} if sys.version_info < (3, 12) else set()  # which has no package there
     assert sorted([*installed, *missing]) == sorted(extras)
@@ -77,8 +77,8 @@ def test_every_extra_is_listed_once_and_one_counts_only_with_all_its_packages(tm
     assert {"rocm", "cuda"} <= set(missing)  # their own packages are those of `jax`, which is here without a plugin
     actual = module.package_version
     monkeypatch.setattr(module, "package_version", lambda name: None if name == "chex" else actual(name))
-    (extras,) = (check.message for check in check_installation(tmp_path, CACHE) if check.check == "extras")
-    assert "test" in extras.partition("not installed: ")[2].split(", ")
+    (message,) = (check.message for check in check_installation(tmp_path, CACHE) if check.check == "extras")
+    assert "test" in message.partition("not installed: ")[2].split(", ")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -91,7 +91,11 @@ def test_help_and_errors_of_a_verb_have_its_name_as_it_was_typed(typed_as, words
 
 @pytest.mark.parametrize(("module", "words", "message"), [
     ("main", ["--lr", "0.1"], "--lr. Here it is optimizer.muon.learning_rate for matrices"),
-    ("main", ["--weight-decay", "0.1"], "An override is written section.key=VALUE, without dashes."),
+    ("main", ["--weight-decay", "0.1"], "An override is written KEY=VALUE, without dashes.\n"),
+    ("main", ["--dropout", "0.1"], "ends a run that overfits.\n"),
+    ("main", ["--data.sources.a-b.path", "x"], "An override has no dashes: data.sources.a-b.path=VALUE.\n"),
+    ("main", ["--run-dir", "x"], "An override has no dashes: run_dir=VALUE.\n"),
+    ("aegis", ["drill", "--faults", "5", "--", "--config", "a.yaml"], "are required: --folder\n"),
     ("data", ["prepare", "--input", "a", "--tokenizer", "b", "--outdir", "X"], "--outdir is unknown."),
     ("data", ["prepare", "--inp", "a", "--tokenizer", "b"], "are required: --output\n"),
 ])  # fmt: skip

@@ -1,5 +1,6 @@
 """Real signals to a real process; tests/job/test_preemption.py has those that a run saves for."""
 
+import contextlib
 import os
 import random
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from tests.train_helpers import ROOT, write_run
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.progress_record import NAME, SIZE, VARIABLE, read_progress
-from zaya_jax.run.signals import NAMES, Listener, print_error
+from zaya_jax.run.signals import NAMES, Interrupts, Listener, print_error
 
 pytestmark = pytest.mark.usefixtures("signals_arrive")
 
@@ -133,15 +135,21 @@ def test_a_signal_is_answered_though_nobody_reads_the_output_any_more(presses):
             "gc.callbacks.append(lambda *_: gc.callbacks.pop() and press()); gc.collect(); time.sleep(60)",
             "cleaned up\n",
         ),
-        ("try: press()\nexcept: raise ImportError('error while initializing the extension') from None", "cleaned up\n"),
+        ("try: press()\nexcept BaseException as error: raise ImportError('x') from error", "cleaned up\n"),
+        (
+            "ctypes.pythonapi.PyRun_SimpleString(b'import __main__; __main__.press()')\n"
+            "try: raise ImportError\nexcept ImportError: pass",
+            "",
+        ),
         ("try: press()\nexcept: \n try: time.sleep(0.5), press()\n except: time.sleep(60)", ""),
     ],
-    ids=["dropped by a callback", "taken for a limit by an import", "a second press"],
+    ids=["dropped by a callback", "the cause of an import's error", "printed by an import", "a second press"],
 )
 def test_ctrl_c_ends_a_command_also_if_a_callback_drops_it_and_a_second_one_at_once(work, said):
     code = """if True:
-        import gc, os, signal, sys, time
-        from zaya_jax.run.command_output import run_command
+        import ctypes, gc, os, signal, sys, time
+        from zaya_jax.run.command_output import prepare_streams, run_command
+        prepare_streams()
         def press():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
@@ -155,6 +163,30 @@ def test_ctrl_c_ends_a_command_also_if_a_callback_drops_it_and_a_second_one_at_o
     command = [sys.executable, "-c", code, work]
     run = subprocess.run(command, cwd=ROOT, check=False, timeout=50, text=True, capture_output=True)
     assert (run.stdout, run.stderr, run.returncode) == (said, "Stopped by Ctrl-C.\n", 130)
+
+
+def test_a_block_that_ctrl_c_ends_has_no_second_press_and_a_dropped_one_arrives_inside_it(monkeypatch):
+    def state():
+        return signal.getsignal(signal.SIGINT), sys.unraisablehook, sys.excepthook, signal.set_wakeup_fd(-1)
+
+    def press():
+        with Interrupts(exits=False):
+            for _ in range(2):
+                time.sleep(0.3)
+                with contextlib.suppress(KeyboardInterrupt):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(0.1)
+            time.sleep(0.1)  # so that the second press is received before it would be forgotten
+            Interrupts.repeat()
+
+    monkeypatch.setattr(Interrupts, "_repeat", None)
+    before = state()
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    assert state() == before
+    with Interrupts(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: Interrupts().__enter__().nested).result() is False
+    assert state() == before
 
 
 @pytest.mark.soak

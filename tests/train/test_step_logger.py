@@ -146,9 +146,9 @@ def test_the_rows_of_a_skipped_step_are_those_of_the_data(clock):
 PHASES = PhaseConfig(10 * 256), PhaseConfig(2 * 256, "long", context=64)
 
 
-def make(log_every=5, evaluators=(), phases=PHASES):
+def make(log_every=5, evaluators=(), phases=PHASES, run_dir="runs/run"):
     """A console of 12 steps of 256 tokens."""
-    config = change(CONFIG, {"phases": phases, "train.log_every": log_every})
+    config = change(CONFIG, {"phases": phases, "train.log_every": log_every, "run_dir": run_dir})
     plan = SimpleNamespace(phases=[SimpleNamespace(bytes_per_token=4.0)] * 2)
     return ConsoleReport(config, plan, "cpu", evaluators)
 
@@ -189,21 +189,28 @@ def test_a_line_every_few_steps_and_one_at_the_end(capsys, write):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "minutes", "offered"), [(0.1, 0, 0), (15, 0, 0), (30, 3, 0), (120, 12, 2), (150, 15, 1)]
+    ("seconds", "minutes", "offered", "run_dir"),
+    [
+        (0.1, 0, 0, "runs/run"),
+        (15, 0, 0, "runs/run"),
+        (30, 3, 0, "runs/run"),
+        (120, 12, 2, "runs/run/"),
+        (150, 15, 1, "runs/run"),
+        (150, 15, 0, "runs/run_short/"),
+    ],
 )
 def test_after_a_few_steps_the_console_says_how_long_the_run_takes_and_offers_a_shorter_one(
-    seconds, minutes, offered, capsys, write, monkeypatch
+    seconds, minutes, offered, run_dir, capsys, write, monkeypatch
 ):
     """Six of 12 steps are left. A shorter run has what is done, and the steps of about two minutes."""
-    command = ["python", "-m", "zaya_jax.main", "--config", "a b.yaml"]
-    monkeypatch.setattr(sys, "orig_argv", command)
-    report = make(phases=(PhaseConfig(12 * 256),))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "zaya_jax.main", "--config", "a b.yaml"])
+    report = make(phases=(PhaseConfig(12 * 256),), run_dir=run_dir)
     for step in range(1, 13):
         write(report, step, seconds)
     said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step")]
     offer = (
-        " For one of about 2, stop it with Ctrl-C, and run: python -m zaya_jax.main --config 'a b.yaml' "
-        f"phases.train.tokens={(6 + offered) * 256} run_dir=runs/run_short"
+        " For one of about 2, stop it with Ctrl-C, and rerun its command (python -m zaya_jax.main …, or what started "
+        f"that) with: phases.train.tokens={(6 + offered) * 256} run_dir=runs/run_short"
     )
     assert said == ([f"This run takes about {minutes} minutes here.{offer if offered else ''}"] if minutes else [])
 

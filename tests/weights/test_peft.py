@@ -118,4 +118,5 @@ def test_balancing_biases_that_were_trained_are_refused(folder, tmp_path, capsys
     both = refused(capsys, tmp_path / "run", tmp_path / "out", "--base", tmp_path / "base")
     assert "is not a transformers folder" in both
     assert "trained its balancing biases" in both
+    assert both.count("Export") == both.count("Export without --peft.") == 1
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0

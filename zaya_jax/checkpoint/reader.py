@@ -15,7 +15,6 @@ import tensorstore
 from zaya_jax.checkpoint.arrays import SMALL_ARRAYS, unpack_array
 from zaya_jax.checkpoint.digest import array_digest
 from zaya_jax.errors import as_sentence
-from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.manifest import STATE, Damaged, Manifest, Unreadable, read_digests, read_manifest
 from zaya_jax.run.plain_path import plain_path
@@ -155,14 +154,3 @@ def verify_checkpoint(folder: Path) -> list[str]:
         return [str(error)]
     with WorkProgress(f"verifying {folder.name}", sum(manifest.files.values())) as progress:
         return list(wrong_parts(CheckpointReader(folder, manifest.leaves, manifest.files), expected, progress.add))
-
-
-def name_intact(folder: Path) -> str:
-    """Return a sentence that names the newest intact checkpoint that is older than a damaged one, if there is one."""
-    steps = (step for step in reversed(saved_steps(folder.parent)) if step < int(folder.name))
-    intact = next((path for step in steps if not verify_checkpoint(path := folder.with_name(str(step)))), None)
-    return (
-        "No older checkpoint of the run is intact."
-        if intact is None
-        else f"Use an older one, which is intact: {intact}."
-    )

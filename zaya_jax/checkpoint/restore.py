@@ -10,7 +10,7 @@ import jax
 
 from zaya_jax.checkpoint.arrays import like, named
 from zaya_jax.checkpoint.digest import assemble, differing
-from zaya_jax.checkpoint.reader import CheckpointReader, name_intact, retried, wrong_parts
+from zaya_jax.checkpoint.reader import CheckpointReader, retried, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, Reason, RunStopped
 from zaya_jax.job.multihost import all_gather, broadcast, is_primary, primary_first
@@ -68,7 +68,7 @@ def read_checkpoint(
         manifest = _manifest(folder.parent, int(folder.name), manifest)
         return _restore(None, folder, manifest, prepare(manifest), part)
     except Damaged as error:
-        raise InputError(f"{error} {name_intact(folder)}") from error
+        raise InputError(f"{error}{names.suggest_older(folder)}") from error
 
 
 def _quarantine(folder: Path, step: int) -> str:

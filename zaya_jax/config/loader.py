@@ -33,7 +33,7 @@ RENAMED = {
     ("muon", "iterates"): "newton_schulz_dtype",
     ("parallel", "reduce"): "gradient_reduction",
 }
-_UNITS = {"k": 10**3, "M": 10**6, "B": 10**9}
+_UNITS = {"k": "_000", "K": "_000", "M": "_000_000", "G": "_000_000_000", "B": "_000_000_000"}
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1e6, which YAML 1.1 reads as text
 
 
@@ -135,6 +135,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise InputError(f"{subject} is larger than the limit of {MAX_BYTES:,} bytes.")
     tree = parse_yaml(text, subject)
+    tree = {} if tree is None and readers else tree
     if tree is None:
         raise InputError(f"{subject} is empty.")
     if not isinstance(tree, dict):
@@ -248,8 +249,9 @@ def _number(hint: type, value: Any, key: str) -> int | float:
         number = float(value) if type(value) in (int, float) or is_text else math.nan
         if math.isfinite(number) and (hint is float or number.is_integer()):
             return hint(number)
-    unit = re.fullmatch("([0-9]+)([kMB])", value) if isinstance(value, str) and hint is int else None
-    such = f", such as {int(unit[1][:15]) * _UNITS[unit[2]]:_}" if unit else ""
+    such = ""
+    if hint is int and isinstance(value, str) and re.fullmatch("[1-9][0-9]{,20}[kKMGB]", value):
+        such = f", such as {value[:-1]}{_UNITS[value[-1]]}"
     raise _wrong_kind(value, key, f"a whole number{such}" if hint is int else "a finite number")
 
 

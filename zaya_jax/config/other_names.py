@@ -62,9 +62,9 @@ _SENTENCES = {
     "Set phases.NAME.schedule.warmup_tokens to that share of the phase's tokens.": "warmup_ratio warmup_fraction",
     "Set phases.NAME.tokens to the tokens of all epochs (`python -m zaya_jax.data describe CONFIG` counts a source); "
     "data.sources.NAME.max_epochs is a limit.": "num_train_epochs num_epochs epochs max_epochs",
-    "There is none: ZAYA1 has no dropout. evaluation.patience ends a run that overfits.": "dropout lora_dropout "
+    "ZAYA1 has no dropout. evaluation.patience ends a run that overfits.": "dropout lora_dropout "
     "attention_dropout hidden_dropout attn_dropout resid_pdrop embd_pdrop",
-    "There is none: with lora.rank, all matrices of attention and experts have adapters.": "target_modules "
+    "With lora.rank, all matrices of attention and experts have adapters.": "target_modules "
     "lora_target_modules lora_target",
     "ZAYA1 routes each token to one expert.": "num_experts_per_tok moe_router_topk top_k experts_per_token",
     "Rerunning a command resumes from the newest checkpoint in run_dir.": "resume_from_checkpoint resume",

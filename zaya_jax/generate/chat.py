@@ -118,14 +118,11 @@ class Chat:
                 yield row
         finally:  # keep the part of an interrupted answer that was yielded, if any
             if answer is not None:
-                self._add(message, answer)
-
-    def _add(self, message: str, answer: str) -> None:
-        if answer.lstrip().startswith(THINK) and THINK_END not in answer:
-            answer += THINK_END
-        messages = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
-        self.conversation += parse_conversation(messages)
-        self._seed += 1
+                if answer.lstrip().startswith(THINK) and THINK_END not in answer:
+                    answer += THINK_END
+                messages = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+                self.conversation += parse_conversation(messages)
+                self._seed += 1
 
 
 def render_prompt(opened: TextModel, conversation: Conversation, tools: Conversation | None = None) -> str:

@@ -86,7 +86,7 @@ def _save(chat: Chat, path: Path) -> None:
 def _answer(chat: Chat, message: str) -> None:
     shown, times = "", [(time.perf_counter(), 0)]
     try:
-        with Interrupts():  # of this answer alone
+        with Interrupts(exits=False):  # or the conversation would be lost
             for row in chat.ask(message):
                 times.append((time.perf_counter(), len(row.tokens)))
                 text = row.text.rstrip(_UNKNOWN)  # an answer can end within a character

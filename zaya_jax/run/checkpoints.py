@@ -79,6 +79,12 @@ def usable_checkpoints(folder: Path) -> list[Checkpoint]:
     return [checkpoint for checkpoint in list_checkpoints(folder, check_files=False) if checkpoint.is_usable]
 
 
+def suggest_older(folder: Path) -> str:
+    """Return ' Try an older one: …' for the newest usable checkpoint that is older than `folder`, if there is one."""
+    older = [each.step for each in usable_checkpoints(folder.parent) if each.step < int(folder.name)]
+    return f" Try an older one: {folder.with_name(str(older[-1]))}." if older else ""
+
+
 def has_checkpoint(folder: Path) -> bool:
     """Return whether `folder` contains a checkpoint, intact or quarantined as corrupt."""
     return any(name.isdecimal() or ".corrupt-" in name for name in list_names(folder))

@@ -17,7 +17,7 @@ from typing import Any
 from zaya_jax.errors import ExitCode, as_sentence, exit_message, is_expected, visible
 from zaya_jax.hardware.detection import use_huge_pages
 from zaya_jax.run.progress_record import record_from_environment
-from zaya_jax.run.signals import Interrupts, Listener, flush_output, ignore_signals, say_and_exit, stopped_by, warn
+from zaya_jax.run.signals import NAMES, Interrupts, Listener, flush_output, ignore_signals, say_and_exit, warn
 
 _GONE = {errno.EPIPE, errno.ESHUTDOWN, errno.ECONNRESET}  # the reader of a pipe ended (`| head`)
 _outputs: dict[int, "_Output"] = {}  # by descriptor
@@ -78,10 +78,10 @@ def prepare_streams() -> None:
     A stream that was closed is /dev/null from now on, or the next file that is opened would take its place. What a
     closed pipe, a terminal that is gone or a full disk cannot take is dropped, what an encoding lacks or what would
     steer a terminal (`visible`) is escaped, and input that is not in its encoding becomes lone surrogates. What asyncio
-    says beside the error by which it lacks a descriptor is left out.
+    says beside the error by which it lacks a descriptor is left out. Ctrl-C is never swallowed.
     """
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-    sys.unraisablehook = _print_unraisable
+    sys.unraisablehook, sys.excepthook = _print_unraisable, _print_uncaught
     for number in range(3):
         try:
             os.fstat(number)
@@ -109,7 +109,7 @@ def prepare_process() -> None:
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
 
     def stop(number: int) -> None:
-        sentence, status = stopped_by(number)
+        sentence, status = f"Stopped by {NAMES[number]}.", ExitCode(128 + number)
         record.end(status, sentence, is_origin=True)
         say_and_exit(sentence, status)
 
@@ -117,9 +117,21 @@ def prepare_process() -> None:
 
 
 def _print_unraisable(unraisable: Any) -> None:
-    """Print what Python cannot raise, unless it is about an event loop that was never complete."""
-    if getattr(unraisable.object, "__qualname__", "") != "BaseEventLoop.__del__":
+    """Print what Python cannot raise, unless it is about an event loop that was never complete.
+
+    In a callback from C++, as jax has for each garbage collection, Python drops what is raised, also for Ctrl-C.
+    """
+    if unraisable.exc_type is KeyboardInterrupt:
+        Interrupts.repeat()
+    elif getattr(unraisable.object, "__qualname__", "") != "BaseEventLoop.__del__":
         sys.__unraisablehook__(unraisable)
+
+
+def _print_uncaught(kind: type[BaseException], *error: Any) -> None:
+    """Print an error; Ctrl-C ends the process: extension modules print it when imported, and raise another error."""
+    if kind is KeyboardInterrupt:
+        say_and_exit("Stopped by Ctrl-C.", ExitCode.INTERRUPTED)
+    sys.__excepthook__(kind, *error)
 
 
 def is_output_read() -> bool:
@@ -135,13 +147,12 @@ def output_status() -> ExitCode:
 
 def run_command(run: Callable[[], int | None]) -> int:
     """Call `run`, print what ends it in one sentence, and return its exit status, or `STOPPED` if output is lost."""
-    interrupts = Interrupts()
     try:
-        with interrupts:
+        with Interrupts():
             return run() or output_status()
     except BaseException as error:
-        if interrupts.pressed and isinstance(error, ImportError):
-            error = KeyboardInterrupt()
+        if isinstance(error.__cause__, KeyboardInterrupt):  # as imports of extension modules raise it
+            error = error.__cause__
         if not is_expected(error):
             raise
         sentence, status = exit_message(error)

@@ -48,7 +48,7 @@ def display_path(path: Path) -> str:
 
 def require_regular(path: Path) -> None:
     """Raise `InputError` for a folder, a device or a pipe; reading a pipe would block."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # unlike those of `Path`, these never raise
         raise InputError(f"{path} cannot be read: it is a folder, a pipe or a device, not a regular file.")
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +34,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """See `argparse.ArgumentParser.parse_known_args`."""
-        self._typed = sys.argv[1:] if args is None else list(args)
+        # What follows `--` is another command's.
+        self._typed = list(takewhile("--".__ne__, sys.argv[1:] if args is None else args))
         return super().parse_known_args(args, namespace)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -62,10 +64,12 @@ class Parser(argparse.ArgumentParser):
 
     def _suggest(self, flag: str) -> str:
         takes_overrides = any(action.dest == "overrides" for parser in self._used() for action in parser._actions)
-        if takes_overrides and flag.split(".", maxsplit=1)[0] in _KEYS:
-            return f" An override has no dashes: {flag}=VALUE."
-        if takes_overrides and (ours := TRANSLATED.get(flag.replace("-", "_"))):
-            return f" {ours} An override is written section.key=VALUE, without dashes."
+        head, *rest = flag.split(".", maxsplit=1)  # the rest can have names with dashes
+        key = ".".join([head.replace("-", "_"), *rest])
+        if takes_overrides and head.replace("-", "_") in _KEYS:
+            return f" An override has no dashes: {key}=VALUE."
+        if takes_overrides and (ours := TRANSLATED.get(key)):
+            return f" {ours}{' An override is written KEY=VALUE, without dashes.' if ours.startswith('Here') else ''}"
         return did_you_mean(f"--{flag}", self._flags())
 
     def _flags(self, start: str = "") -> list[str]:

@@ -24,18 +24,12 @@ Handler = Callable[[int, FrameType | None], object]
 # SIGHUP comes when the terminal or the ssh session of a run is lost.
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
-
 _ONE_PRESS = 0.2  # seconds: `timeout` and launchers signal a process and its group
 
 
 def exit_status(number: int) -> ExitCode:
     """Return the exit status after a signal of `NAMES`, by the shell convention."""
     return ExitCode(128 + number)
-
-
-def stopped_by(number: int) -> tuple[str, ExitCode]:
-    """Return the last sentence and the exit status of a process that a signal ends at once."""
-    return f"Stopped by {NAMES[number]}.", exit_status(number)
 
 
 class Listener:
@@ -50,13 +44,12 @@ class Listener:
     def __init__(self, answer: Callable[[int], object], handler: Handler = lambda number, frame: None) -> None:
         self._answer, self._handler = answer, handler
         self.before: dict[int, Any] = {}  # previous handlers
-        self._open = False
         self._outer = -1  # the pipe of the enclosing listener
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self
-        self._open = True
+        _open.append(self)
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
@@ -65,13 +58,12 @@ class Listener:
         # Keep ignored signals ignored: shells make background jobs ignore Ctrl-C.
         handled = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._handler) for number in handled}
-        os.register_at_fork(after_in_child=self._leave_to_child)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._open:
+        if self not in _open:
             return
-        self._open = False
+        _open.remove(self)
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.before = {}
@@ -96,56 +88,57 @@ class Listener:
             if number in NAMES:
                 self._answer(number)
 
-    def _leave_to_child(self) -> None:
-        """Reset a forked child, which would otherwise write to its parent's pipe."""
-        if self._open:
-            self._open = False
-            signal.set_wakeup_fd(-1)
-            for number in self.before:
-                signal.signal(number, signal.SIG_DFL)
+
+_open: list[Listener] = []  # whose blocks are entered
+
+
+def _leave_to_child() -> None:
+    """Reset a forked child, which would otherwise write to its parent's pipe."""
+    if _open:
+        signal.set_wakeup_fd(-1)
+        for number in {number for listener in _open for number in listener.before}:
+            signal.signal(number, signal.SIG_DFL)
+        _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_child)
 
 
 class Interrupts(Listener):
-    """Raises `KeyboardInterrupt` at Ctrl-C inside a `with` block, as Python does; a second Ctrl-C exits at once.
+    """Raises `KeyboardInterrupt` at Ctrl-C inside a `with` block, as Python does; blocks can nest.
 
-    In a callback from C++, as jax has for each garbage collection, Python drops what is raised: it is raised again.
-    Extension modules print it when they are imported, and raise an `ImportError`: see `pressed`.
+    With `exits`, a second Ctrl-C exits at once.
     """
 
     _numbers = (signal.SIGINT,)
+    _deadline = math.inf  # after which a press is a second one
+    _repeat: threading.Thread | None = None
 
-    def __init__(self) -> None:
-        super().__init__(self._receive, signal.default_int_handler)
-        self._deadline = math.inf  # after which a press is a second one
-        self.pressed = False  # known once the block is left
-
-    def __enter__(self) -> Self:
-        self._hooks = sys.unraisablehook, sys.excepthook
-        sys.unraisablehook, sys.excepthook = self._raise_again, self._print
-        return super().__enter__()
+    def __init__(self, *, exits: bool = True) -> None:
+        super().__init__(self._receive if exits else lambda number: None, signal.default_int_handler)
+        Interrupts._deadline = math.inf
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        sys.unraisablehook, sys.excepthook = self._hooks
-
-    def _print(self, kind: type[BaseException], *error: Any) -> None:
-        if kind is not KeyboardInterrupt:
-            self._hooks[1](kind, *error)
+        try:
+            if self._repeat is not None:
+                self._repeat.join()  # so that the press arrives inside this block
+        finally:
+            super().__exit__(*error)
 
     def _receive(self, number: int) -> None:
         # A supervisor, which runs inside such a block, replaces the handler.
         if number == signal.SIGINT and signal.getsignal(number) is self._handler:
             if (now := time.monotonic()) > self._deadline:
-                say_and_exit(*stopped_by(number))
-            self._deadline, self.pressed = min(self._deadline, now + _ONE_PRESS), True
+                say_and_exit("Stopped by Ctrl-C.", ExitCode.INTERRUPTED)
+            Interrupts._deadline = min(self._deadline, now + _ONE_PRESS)
 
-    def _raise_again(self, unraisable: Any) -> None:
-        if unraisable.exc_type is not KeyboardInterrupt:
-            self._hooks[0](unraisable)
-            return
-        self._deadline = math.inf
+    @classmethod
+    def repeat(cls) -> None:
+        """Send Ctrl-C again, after a `KeyboardInterrupt` that Python dropped."""
+        cls._deadline = math.inf
         press = threading.main_thread().ident or 0, signal.SIGINT
-        threading.Timer(0.01, signal.pthread_kill, press).start()  # later, since what this raises is dropped, too
+        cls._repeat = threading.Timer(0.01, signal.pthread_kill, press)  # what is raised now is dropped, too
+        cls._repeat.start()
 
 
 def ignore_signals() -> None:

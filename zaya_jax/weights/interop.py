@@ -78,25 +78,24 @@ def export_peft(source: str, folder: Path, dtype: str, carry: Path | None = None
 
 def _peft_base(weights: AdaptedWeights) -> str:
     """Return the folder of the base model as the user named it; InputError if it is not what the adapters need."""
-    base, problems = weights.base, []
+    base, problems, remedy = weights.base, [], ""
     if not isinstance(base, FolderWeights) or base.is_legacy:
         problem = "has the legacy layout" if isinstance(base, FolderWeights) else "is not a transformers folder"
-        advice = f"Export it with export-hf {base.source} FOLDER --dtype float32, then pass --base hf:FOLDER."
-        problems.append(f"--peft needs the base model as a transformers folder, but {base.source} {problem}. {advice}")
+        problems.append(f"--peft needs the base model as a transformers folder, but {base.source} {problem}.")
+        remedy = f"Export it with export-hf {base.source} FOLDER --dtype float32, then pass --base hf:FOLDER."
     for key in ("rope_base", *(["sliding_rope_base"] if "sliding" in base.config.layer_pattern else [])):
         ours, theirs = getattr(weights.config, key), getattr(base.config, key)
         if ours != theirs:
             other = f"the base model {base.source} has {theirs:g}, which a PEFT folder cannot change"
-            problems.append(f"The adapters were trained with {key} {ours:g}, but {other}. Export without --peft.")
+            problems.append(f"The adapters were trained with {key} {ours:g}, but {other}.")
+            remedy = "Export without --peft."
     shapes = {name: x.shape for name, x in abstract_weights(weights.config).items() if is_balancing_bias(name)}
-    biases = [(name, group) for name, shape in shapes.items() for group in stack_groups(name, shape)]
-    for name, group in biases:
-        if not np.array_equal(weights.read(name, group), weights.read_base(name, group)):
-            problem = f"The run trained its balancing biases ({name}), which a PEFT folder cannot hold"
-            problems.append(f"{problem}. Export without --peft, or train with optimizer.balance.rule=none.")
-            break
+    biases = ((name, group) for name, shape in shapes.items() for group in stack_groups(name, shape))
+    if trained := next((x for x in biases if not np.array_equal(weights.read(*x), weights.read_base(*x))), None):
+        problems.append(f"The run trained its balancing biases ({trained[0]}), which a PEFT folder cannot hold.")
+        remedy = "Export without --peft."
     if problems:
-        raise InputError(" ".join(problems))
+        raise InputError(" ".join([*problems, remedy]))
     return base.source.removeprefix(HF)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint.reader import name_intact, open_checkpoint, verify_checkpoint
+from zaya_jax.checkpoint.reader import open_checkpoint, verify_checkpoint
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import ModelConfig, model_from_dict
 from zaya_jax.config.weight_source import hf_folder
@@ -24,7 +24,7 @@ from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, is_stacked, with_values
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.run.checkpoints import checkpoint_folder
+from zaya_jax.run.checkpoints import checkpoint_folder, suggest_older
 from zaya_jax.run.tokenizer import run_tokenizer
 
 PARAMETERS_ONLY = "parameters_alone"  # metadata key of checkpoints without optimizer state
@@ -141,7 +141,7 @@ class CheckpointWeights(Weights):
     def verify(self) -> None:
         """See `Weights.verify`."""
         if damage := verify_checkpoint(self.folder):
-            raise InputError(f"{damage[0]} {name_intact(self.folder)}")
+            raise InputError(f"{damage[0]}{suggest_older(self.folder)}")
 
 
 class FolderWeights(Weights):

@@ -60,9 +60,11 @@ def test_a_document_that_cannot_be_used_is_refused_and_told_where_it_is(tmp_path
 def test_what_is_left_of_nothing_is_not_offered_and_half_a_question_is_named(tmp_path, tokenizer):
     path = write_lines(tmp_path / "in.jsonl", [{"instruction": "Add.", "input": "1 + 1"}] * 3)
     settings = dataclasses.replace(QUARTER, kind="chat", field="messages")
-    with pytest.raises(InputError, match=r"^3 documents cannot be used \(3 no field\)\. Fix them: no other") as error:
+    with pytest.raises(InputError, match=r"^3 documents cannot be used \(3 no field\)\. Fix them: no doc") as error:
         prepare([str(path)], tokenizer, tmp_path / "out", settings, workers=1)
     assert "it has 'instruction', but no 'output', which would be the answer" in str(error.value)
+    with pytest.raises(InputError, match=r"skip up to \d with --max-bad"):  # other tasks may have usable documents
+        prepare([str(path)], tokenizer, tmp_path / "of", settings, unit_bytes=9, workers=1, task=1, tasks=2)
 
 
 def test_what_is_no_prepared_folder_or_template_is_refused_with_what_to_type(tmp_path):
@@ -182,8 +184,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, tokenizer, texts_fil
         ({"unit_bytes": 2000}, r"a different number of input units: \d+, now \d"),
         ({"tokenizer": "other.json"}, "a different --tokenizer"),
         ({"inputs": ["other.jsonl"]}, "a different --input"),
-        ({"changed": "size"}, "different input files"),
-        ({"changed": "time"}, "different input files"),
+        ({"changed": "size"}, "other input files"),
+        ({"changed": "time"}, "other input files"),
     ],
 )
 def test_an_unfinished_folder_is_refused_to_another_preparation(tmp_path, tokenizer, texts_file, change, key):
@@ -212,5 +214,5 @@ def test_a_megatron_index_that_changed_is_noticed(tmp_path, tokenizer):
     stat = path.stat()
     write_megatron(tmp_path / "in", [[[5, 6]], [[7, 8, 9, 10]], [[11, 12]]])
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same tokens in the .bin
-    with pytest.raises(InputError, match="unfinished preparation with different input files"):
+    with pytest.raises(InputError, match="unfinished preparation with other input files"):
         prepare(output=tmp_path / "out", workers=1, task=1, **call)

@@ -14,7 +14,7 @@ import numpy as np
 from zaya_jax.data.chat.conversation import HALF_OF_PAIR, REASONING, THINK, THINK_END, Conversation
 from zaya_jax.data.chat.template_process import run_template
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_text, require_regular
+from zaya_jax.run.files import expanded, read_text, require_regular
 
 # ChatML, with tools as in Hermes and Qwen2.5. Jinja removes the newline after a block, hence the last `{{ '\n' }}`.
 DEFAULT_TEMPLATE = (Path(__file__).parent / "default.jinja").read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ def load_template(path: str | None) -> Template:
     """Load a chat template from a file; None selects the built-in one. `InputError` if it cannot be read or used."""
     if path is None:
         return Template(DEFAULT_TEMPLATE, "built in")
-    require_regular(Path(path))
+    require_regular(expanded(path))
     return Template(read_text(path, "The chat template"), path)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -164,11 +165,11 @@ def open_manifest(folder: Path) -> Manifest:
         raise InputError(_incomplete(folder))
     if not folder.is_dir():
         prepare = "python -m zaya_jax.data prepare"
+        problem = f"The prepared folder {folder} does not exist.{nearest_path(folder) or f' Create it with {prepare}.'}"
         if folder.exists():
-            command = f"{prepare} --input {folder} --tokenizer TOKENIZER --output FOLDER"
-            raise InputError(f"{folder} is a file, not a prepared folder. Run {command}, and name that FOLDER.")
-        advice = nearest_path(folder) or f" Create it with {prepare}."
-        raise InputError(f"The prepared folder {folder} does not exist.{advice}")
+            command = f"{prepare} --input {shlex.quote(str(folder))} --tokenizer TOKENIZER --output FOLDER"
+            problem = f"{folder} is a file, not a prepared folder. Run {command}, and name that FOLDER."
+        raise InputError(problem)
     return read_manifest(folder, remedy(folder))
 
 
@@ -234,7 +235,7 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
     if differing := [key for key, value in plan.items() if saved.get(key) != value]:
         key = differing[0]
         if key in ("files", "digest"):
-            difference = "different input files, or by another version: a name, size, time or format has changed"
+            difference = "other input files, or of another version: a name, size, time or format has changed"
         else:
             option = _OPTIONS.get(key, f"--{key}")
             difference = f"a different {option}: {shown(saved.get(key))}, now {shown(plan[key])}"

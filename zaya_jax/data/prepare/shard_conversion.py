@@ -113,8 +113,9 @@ class Conversion:
             allowed = f", but at most {self.limit} may be skipped" if self.limit else ""
             lines = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
             lines += f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
-            is_all = not _count_usable(done) and "{count}" in self.advice  # then skipping them leaves nothing
-            advice = "Fix them: no other is left." if is_all else self.advice.replace("{count}", str(count))
+            # Skipping all documents would leave nothing; other tasks may have usable ones.
+            is_all = len(numbers) == len(self.units) and not _count_usable(done) and "{count}" in self.advice
+            advice = "Fix them: no document can be used." if is_all else self.advice.replace("{count}", str(count))
             problem = f"{counted(count, 'document')} cannot be used ({list_counts(skipped)}){allowed}"
             raise InputError(f"{problem}. {advice}{lines}")
         return done

@@ -120,13 +120,14 @@ class ConsoleReport(MetricSink):
         """Say how long the run takes, and how to shorten it if that is long."""
         phase, left, seconds = self._config.phases[0], self._tokens_left(step), self._seconds_left(step)
         text = f"This run takes about {seconds / 60:.0f} minutes here."
-        run_dir, typed = self._config.run_dir, sys.orig_argv
-        if seconds > _LONG and "zaya_jax.main" in typed and not run_dir.endswith(_NAME):
+        run_dir = self._config.run_dir.rstrip("/")
+        if seconds > _LONG and "zaya_jax.main" in sys.orig_argv and not run_dir.endswith(_NAME):
             batch, warmup = self._config.batch_for(phase).tokens, phase.schedule.warmup_tokens if phase.schedule else 0
             steps = round(left * _SHORT / seconds / batch + 0.5)
             tokens = max(warmup, tokens_before(self._config, step) + steps * batch)
-            command = [*typed, f"{self._config.phase_key(0)}.tokens={tokens}", f"run_dir={run_dir}{_NAME}"]
-            text += f" For one of about {_SHORT // 60}, stop it with Ctrl-C, and run: {shlex.join(command)}"
+            added = shlex.join([f"{self._config.phase_key(0)}.tokens={tokens}", f"run_dir={run_dir}{_NAME}"])
+            command = "its command (python -m zaya_jax.main …, or what started that)"
+            text += f" For one of about {_SHORT // 60}, stop it with Ctrl-C, and rerun {command} with: {added}"
         if seconds > _SHORT:
             self.say(text)
 
