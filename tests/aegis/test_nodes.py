@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import selectors
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -30,7 +32,9 @@ from zaya_jax.aegis.member import Member, Place
 from zaya_jax.aegis.roster import Order
 from zaya_jax.aegis.state import write_state
 from zaya_jax.aegis.supervision_report import describe_nodes
+from zaya_jax.run.handshake import Strangers
 from zaya_jax.run.job_secret import VARIABLE, prove
+from zaya_jax.run.peer import Peer
 
 
 class Nodes:
@@ -291,6 +295,41 @@ def test_a_node_gives_up_a_silent_leader_also_while_its_thread_waits_for_a_file_
     finally:
         answers.set()
         node.leave(SupervisorExit.RETRY_ELSEWHERE, "")
+
+
+def test_a_leader_that_freezes_before_its_first_order_is_started_again(tmp_path, monkeypatch):
+    """As one that is stopped right after it has admitted node 0, which waited for it until the job was given up."""
+    monkeypatch.setenv(VARIABLE, "secret")
+    monkeypatch.setattr(member, "SILENT", 0.2)
+    revived = list[bool]()
+
+    class Recorder:
+        pids: tuple[int, ...] = ()
+
+        def revive(self, *, was_lost: bool) -> None:
+            revived.append(was_lost)
+
+        def end(self, seconds: float) -> None:
+            del seconds
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, selectors.DefaultSelector() as selector:
+        admitted = list[Peer]()
+        strangers = Strangers(selector, "secret", lambda peer, *_: admitted.append(peer))
+        selector.register(listener, selectors.EVENT_READ, strangers.accept)
+        place = Place(0, "node-0", *listener.getsockname(), tmp_path / "secret", {}, 60.0)
+        node = Member(place, 0, cast("Any", Recorder()))
+        deadline = time.monotonic() + 20
+        while not revived:
+            assert time.monotonic() < deadline
+            for key, _ in selector.select(0.05):
+                key.data(key.fileobj)
+            assert node.ended is None  # whoever asks counts the silence
+        node._ended = SupervisorExit.RETRY_ELSEWHERE, "the end of the test"
+        node.leave(SupervisorExit.RETRY_ELSEWHERE, "")
+        strangers.drop_late(0)
+        for peer in admitted:
+            peer.close()
+    assert revived[0]
 
 
 def test_the_status_of_a_job_names_the_checkpoint_that_a_spare_has(tmp_path):

@@ -172,14 +172,14 @@ class Member:
         except (OSError, InputError) as error:
             self._problem = getattr(error, "strerror", None) or str(error)
             return False
-        sent, has_answered = time.monotonic(), False
+        sent = time.monotonic()
         with self._lock:
             self._channel = channel
             self._send_report()
         while channel.is_open and self.ended is None and not self._closing.is_set():
             select.select([channel], [], [], BEAT / 2)
             for message in channel.receive():
-                self._quiet, has_answered = 0.0, True
+                self._quiet = 0.0
                 self._follow(Order(**message))
             if self._quiet > SILENT:
                 break
@@ -191,7 +191,7 @@ class Member:
             with self._lock:
                 self._channel = None
             channel.close()
-        return has_answered
+        return True
 
     def _connect(self) -> SecureChannel:
         place, deadline = self._place, time.monotonic() + 2 * _ANSWER
