@@ -112,13 +112,16 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
             recorded, problems = (earlier := read_report(report)).parts, earlier.problems
             print("".join(f"{report}: {problem}\n" for problem in problems), end="", flush=True)
         adopted = {path.name: read_json(path) for path in report.with_suffix("").glob("*.json")}
+        origin = ("commit", "hardware", "versions", "size")
+        alike = {name for name, row in recorded.items() if all(row.get(key) == header[key] for key in origin)}
         # What has failed with this code comes last, so that it keeps no time from the others.
-        failed = [name for name, row in recorded.items() if "failed" in row and _same_origin(row, header)]
+        failed = {name for name in alike if "failed" in recorded[name]}
+        is_known = not (header["commit"] or "-dirty").endswith("-dirty")
         for name in sorted(parts, key=failed.__contains__):
             part = parts[name]
             if only and name not in only:
                 continue
-            if name != "machine" and not only and _is_recorded(recorded.get(name, {}), header):
+            if name != "machine" and not only and is_known and name in alike - failed:
                 print(f"== {name}: recorded before", flush=True)
                 recordings[name] = recorded[name]
             elif name != "machine" and end < time.monotonic() + part.seconds:
@@ -169,17 +172,6 @@ def summary(recordings: Mapping[str, Mapping[str, Any]], left: Sequence[str]) ->
         by_end["Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"].append(name)
     lines = [f"{end}: {'; '.join(names)}" for end, names in by_end.items() if names]
     return [*lines, f"No time for: {'; '.join(left)}. Run the command again to resume."] if left else lines
-
-
-def _same_origin(recording: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
-    """Return whether a recording has the code, machine, versions and size of a header."""
-    return all(recording.get(key) == header[key] for key in ("commit", "hardware", "versions", "size"))
-
-
-def _is_recorded(recording: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
-    """Return whether the same origin, a known commit, has a recording that did not fail: it is not measured again."""
-    known = header["commit"] is not None and not header["commit"].endswith("-dirty")
-    return known and _same_origin(recording, header) and "failed" not in recording
 
 
 def _commit() -> str | None:

@@ -9,10 +9,9 @@ import statistics
 
 import pytest
 
-from benchmarks.accuracy import table
 from benchmarks.adopt import adopt
 from benchmarks.gpu_report.calibration import as_work, calibration, configurations, device, predicted
-from benchmarks.measured_pages import read_recordings
+from benchmarks.measured_pages import accuracy_table, read_recordings
 from tests.lab.compilers.test_schedule import TEXT
 from tests.train_helpers import ROOT
 from zaya_jax.hardware.data_sheets import FIRST_SEEN, HARDWARE, SLOW
@@ -31,7 +30,7 @@ OTHERS = re.compile(r"cudnn|tokamax|ragged_dot|packed|gather|scatter")
 @functools.cache
 def rows():
     """The cells of the table: what the other configurations predict of each, as a whole and by part."""
-    lines = table(read_recordings(FOLDER.parent)["nvidia_h200"]).splitlines()
+    lines = accuracy_table(read_recordings(FOLDER.parent)["nvidia_h200"]).splitlines()
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("|")][2:]
 
 
