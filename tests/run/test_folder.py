@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -36,7 +37,6 @@ from zaya_jax.run.folder import (
     lock_run,
     read_config,
     record_changes,
-    run_folder,
     why_unlocked,
 )
 
@@ -67,7 +67,7 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path):
 
 def test_a_refused_run_leaves_no_new_folder_and_every_other_as_it_was(tmp_path):
     config = small_run(tmp_path)
-    folder = run_folder(config)
+    folder = Path(config.run_dir)
     with pytest.raises(InputError, match="refused"), lock_run(config):
         raise InputError("refused")
     assert not folder.exists()

@@ -84,7 +84,8 @@ class Attempt:
                 self._step(time.monotonic())
         finally:
             group.close()
-            kill_orphans({*self._monitor.pids, *self._job.notifier.pids, *self._job.member_pids})
+            leader = () if self._job.member is None else self._job.member.pids
+            kill_orphans({*self._monitor.pids, *self._job.notifier.pids, *leader})
         for observation in self._monitor.poll_machine(time.monotonic()):  # the kernel says it before the process ends
             self._note(observation)
         ends = group.ends

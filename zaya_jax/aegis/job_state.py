@@ -58,11 +58,6 @@ class JobState:
         return bool(self.signals) or (self.member is not None and self.member.ended is not None)
 
     @property
-    def member_pids(self) -> list[int]:
-        """The leader's process, if it runs on this node."""
-        return [] if self.member is None else self.member.pids
-
-    @property
     def job_cause(self) -> dict[str, Any]:
         """The fields of an event that follows from the newest one in the log of a job of several nodes."""
         event = None if self.member is None else self.member.order.event

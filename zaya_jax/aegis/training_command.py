@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from zaya_jax.run import standby
 from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps, usable_checkpoints
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import CONFIG, read_config
-from zaya_jax.run.job_secret import VARIABLE, make_secret
+from zaya_jax.run.job_secret import SECRET_BYTES, VARIABLE
 from zaya_jax.run.launcher import RANKS, node_index
 from zaya_jax.run.options import parse_training
 from zaya_jax.run.patience import ended_early
@@ -60,7 +61,7 @@ class TrainingCommand:
             device = str(self.devices[0])
             visible = {"HIP_VISIBLE_DEVICES": device, "CUDA_VISIBLE_DEVICES": device}
             return [(argv, visible if self.is_reduced else {})]
-        secret = {VARIABLE: self.secret or make_secret()}
+        secret = {VARIABLE: self.secret or secrets.token_hex(SECRET_BYTES)}
         listed = []
         for index, device in enumerate(self.devices):
             job = ["--coordinator", self.coordinator or address, "--processes", str(count), "--process"]

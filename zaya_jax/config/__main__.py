@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zaya_jax.config.other_names import TRANSLATED
 from zaya_jax.config.reference import Key, generic, keys_by_place, sections, shipped_values
-from zaya_jax.errors import ExitCode, InputError, did_you_mean, printable
+from zaya_jax.errors import InputError, did_you_mean, printable
 from zaya_jax.run.command_output import prepare_streams, run_command
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.table import format_table
@@ -28,18 +28,14 @@ _WIDTH = 100
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what the words name; the exit status is 0, or 2 if no key has them."""
     options = _parser().parse_args(arguments)
-    return run_command(lambda: _print_explanation(" ".join(options.words).partition("=")[0].strip()))
+    text = " ".join(options.words).partition("=")[0].strip()
+    return run_command(lambda: print(*map(printable, explain(text)), sep="\n"))
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m zaya_jax.config", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("words", nargs="*", metavar="WORD", help="section, key or words (default: list the sections)")
     return parser
-
-
-def _print_explanation(text: str) -> int:
-    print(*map(printable, explain(text)), sep="\n")
-    return ExitCode.OK
 
 
 def explain(text: str) -> list[str]:

@@ -6,25 +6,16 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.hardware.detection import cpu_name
 from zaya_jax.run.files import require_regular, write_atomically
 from zaya_jax.run.table import Table, format_table
 from zaya_jax.run.versions import package_version
 from zaya_jax.run.writing import resolved
-
-
-def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
-    """Raise `InputError` if `--repeats` is below 1, or a file, by its flag, is not in an existing folder."""
-    require(repeats >= 1, "--repeats", repeats, "at least 1")
-    for flag, name in files.items():
-        usable = not name or (Path(name).resolve().parent.is_dir() and not Path(name).is_dir())
-        require(usable, flag, name, "a file in an existing folder")
 
 
 def require_packages(extra: str, *names: str) -> None:

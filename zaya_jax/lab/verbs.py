@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import ExitCode, InputError, exit_message
 from zaya_jax.hardware.presets import Preset
-from zaya_jax.lab.result import check_request, write_result
+from zaya_jax.lab.result import write_result
 from zaya_jax.run.command_output import run_command
 
 Run = Callable[[argparse.Namespace], dict[str, Any]]
@@ -78,11 +79,14 @@ def run_in_job(parsed: argparse.Namespace, preset: Preset, work: Callable[[], di
 def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
     """Run a verb, and write its result; returns 0, 1 if the result says that something `failed`, or 2 for bad input."""
     parsed = parser.parse_args(arguments)
-    files = {f"--{name}": getattr(parsed, name, None) for name in ("output", "png")}
 
     def run() -> int:
-        repeats = getattr(parsed, "repeats", None)
-        check_request(1 if repeats is None else repeats, files)
+        if (repeats := getattr(parsed, "repeats", None)) is not None:
+            require(repeats >= 1, "--repeats", repeats, "at least 1")
+        for flag in ("output", "png"):
+            if name := getattr(parsed, flag, None):
+                is_usable = Path(name).resolve().parent.is_dir() and not Path(name).is_dir()
+                require(is_usable, f"--{flag}", name, "a file in an existing folder")
         result = parsed.run(parsed)
         write_result(result, getattr(parsed, "output", None))
         if getattr(parsed, "png", None):

@@ -46,11 +46,6 @@ _FREE_OF_TRAIN = ("train.batch.micro_batch", "train.remat", "train.deterministic
 _FREE = (*_RECORDED, *_FREE_OF_RUN, *_FREE_OF_TRAIN, "data.cache_dir", "data.workers")
 
 
-def run_folder(config: Config) -> Path:
-    """Return the folder `config.run_dir`."""
-    return expanded(config.run_dir)
-
-
 def lock_folder(folder: Path, name: str = "The run") -> AbstractContextManager[None]:
     """Hold the lock of a run, so that only one process at a time trains it or removes checkpoints; see `locked`."""
     return locked(folder / _LOCK, name, wait=False)
@@ -88,7 +83,7 @@ def lock_run(config: Config) -> Iterator[Path]:
     `InputError`, and leaves the folder unchanged, if another process holds the lock, or the folder contains a run with
     a different configuration, without one, or without the checkpoints that it had.
     """
-    folder = run_folder(config)
+    folder = expanded(config.run_dir)
     existed = folder.exists()
     with ExitStack() as stack:
         with suppress(Unlockable):

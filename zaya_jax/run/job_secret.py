@@ -18,11 +18,7 @@ from zaya_jax.run.files import expanded, write_atomically
 from zaya_jax.run.writing import make_folder, remove
 
 VARIABLE = "ZAYA_JOB_SECRET"
-
-
-def make_secret() -> str:
-    """Return a new secret."""
-    return secrets.token_hex(32)
+SECRET_BYTES = 32  # of a new secret
 
 
 def prove(secret: str, *parts: str) -> str:
@@ -74,7 +70,7 @@ def share_secret(path: Path) -> Iterator[str]:
     if secret := os.environ.get(VARIABLE):
         yield secret
         return
-    secret, missing = make_secret(), [folder for folder in path.parents if not os.path.exists(folder)]
+    secret, missing = secrets.token_hex(SECRET_BYTES), [folder for folder in path.parents if not os.path.exists(folder)]
     try:
         make_folder(path.parent)
         write_atomically(path, secret, mode=0o600)

@@ -32,7 +32,8 @@ from zaya_jax.parallel.kernels import keep_table, validated_kernels
 from zaya_jax.parallel.storage import storage_rows, storage_table
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.fencing import Fence
-from zaya_jax.run.folder import claim_run, lock_run, run_folder
+from zaya_jax.run.files import expanded
+from zaya_jax.run.folder import claim_run, lock_run
 from zaya_jax.run.metrics import DiskGuard
 from zaya_jax.run.patience import Patience, can_act
 from zaya_jax.run.progress_record import Phase, ProgressRecord
@@ -95,7 +96,7 @@ def run_training(
     with out_of_memory("Training", TRAINING_REMEDY), contextlib.ExitStack() as stack:
         enter = stack.enter_context
         # Data, checkpoints and kernels
-        folder = primary_first(lambda: enter(lock_run(config)) if is_primary() else run_folder(config))
+        folder = primary_first(lambda: enter(lock_run(config)) if is_primary() else expanded(config.run_dir))
         prepared = primary_first(lambda: _open_sources(config))
         signals = enter(Preemption(peers and peers.stop_step, is_supervised=progress.is_supervised))
         shares = [programs[phase].placement.share for phase in range(len(config.phases))]

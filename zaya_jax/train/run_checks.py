@@ -15,7 +15,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
-from zaya_jax.run.folder import run_folder
+from zaya_jax.run.files import expanded
 
 # Architecture keys that no parameter depends on, so that a longer context can start from a shorter one's state.
 _FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
@@ -127,7 +127,7 @@ def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> No
         keys = [key for key, value in old_schedule.items() if value != new_schedule[key]]
         pairs = ((key, shown(old_schedule[key]), shown(new_schedule[key])) for key in keys)
         change = " and ".join(f"had {key} {old_value} and now has {new_value}" for key, old_value, new_value in pairs)
-    agreeing = [saved.step for saved in usable_checkpoints(run_folder(new) / CHECKPOINTS) if saved.step <= first]
+    agreeing = [saved.step for saved in usable_checkpoints(expanded(new.run_dir) / CHECKPOINTS) if saved.step <= first]
     source = f"{new.run_dir}/{CHECKPOINTS}/{agreeing[-1]}" if agreeing else ""
     other = f"continue in a new run_dir with resume_from={source}" if agreeing else "start anew in another run_dir"
     steps = f"step {step} has" if first + 1 == step else f"steps {first + 1} to {step} have"

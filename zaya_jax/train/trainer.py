@@ -18,7 +18,8 @@ from zaya_jax.evaluate.heldout import HeldoutEvaluator
 from zaya_jax.job.multihost import is_primary
 from zaya_jax.job.preemption import Preemption
 from zaya_jax.model.tree import Arrays
-from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, run_folder, write_phase_ends
+from zaya_jax.run.files import expanded
+from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, write_phase_ends
 from zaya_jax.run.metrics import DiskGuard, read_rows
 from zaya_jax.run.patience import PATIENCE, Patience
 from zaya_jax.run.progress_record import Phase, ProgressRecord
@@ -62,7 +63,7 @@ class Trainer:
         """Enter the phase of the next step."""
         self._programs = self.compiled.programs
         self._config = self._programs.config
-        self._folder = run_folder(self._config)
+        self._folder = expanded(self._config.run_dir)
         self._phase_ends = {end for _, end in phase_steps(self._config)}
         self._resumed_at = self.steps_done = int(jax.device_get(self.state.step))
         self._stage: BatchStage | None = None  # whose step is compiled

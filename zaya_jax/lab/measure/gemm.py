@@ -41,11 +41,6 @@ class Problem(NamedTuple):
     integers: tuple[np.ndarray, ...]  # the other arguments
     flops: float  # of the operation's definition
 
-    @property
-    def row(self) -> dict[str, Any]:
-        """What its row in a result starts with."""
-        return {"family": self.family, "name": self.name, **self.sizes, "flops": self.flops}
-
 
 class Request(NamedTuple):
     """A request for measurements of products."""
@@ -74,7 +69,8 @@ def measure_gemm(config: Config, request: Request) -> dict[str, Any]:
         except jax.errors.JaxRuntimeError as error:  # such as too little memory: the others can still be measured
             print(f"{problem.family} {problem.name} failed: {str(error).splitlines()[0]}")
             outcome = {"failed": str(error)}
-        result["results"].append(problem.row | outcome)
+        row = {"family": problem.family, "name": problem.name, **problem.sizes, "flops": problem.flops}
+        result["results"].append(row | outcome)
     squares = (row for row in result["results"] if row["family"] == "square")
     result["maximum"] = max((row.get("warm_flops_per_second", 0.0) for row in squares), default=0.0)
     print_tables(TABLES["gemm"](result))

@@ -11,6 +11,7 @@ the step's time proves to be slower:
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import shlex
@@ -254,14 +255,10 @@ class ActivationTable:
 
     def __call__(self, program: PhaseProgram, sequences: int, context: int) -> Activations:
         """Return the activations of `sequences` of `context` tokens."""
-        one, two = (
-            self._once(count_activations, program, count, context, residuals=self._residuals) for count in (1, 2)
-        )
+        # Residuals are counted once per model, too: the layers that are recomputed do not depend on the policy.
+        residuals = functools.partial(self._once, residual_bytes)
+        one, two = (self._once(count_activations, program, count, context, residuals=residuals) for count in (1, 2))
         return Activations(*(low + (sequences - 1) * (high - low) for low, high in zip(one, two, strict=True)))
-
-    def _residuals(self, program: PhaseProgram, sequences: int, context: int) -> int:
-        """Count residuals once per model: the layers that are recomputed do not depend on the policy."""
-        return self._once(residual_bytes, program, sequences, context)
 
     def _once(self, count: Callable[..., T], program: PhaseProgram, sequences: int, context: int, **options: Any) -> T:
         parallel, layers = program.placement.config, program.config.model.num_layers
