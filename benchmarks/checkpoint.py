@@ -30,7 +30,7 @@ from zaya_jax.lab.result import describe_run
 from zaya_jax.lab.result_plots import draw_lines
 from zaya_jax.lab.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.run.files import sync_folder
-from zaya_jax.run.reserved_port import reserved_port
+from zaya_jax.run.listening import reserved_port
 from zaya_jax.run.table import format_table
 
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "memory")

@@ -28,7 +28,7 @@ from zaya_jax.ops.kernel_table import own_table
 from zaya_jax.ops.registry import OPERATIONS, check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
-from zaya_jax.run.files import expanded, read_json
+from zaya_jax.run.files import expanded, explained, read_json
 from zaya_jax.run.writing import make_folder
 
 _PACKAGES = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint")
@@ -102,10 +102,8 @@ def gpu_report(folder: str, only: Collection[str], minutes: float, commit: str |
         if small:
             print("JAX found no GPU: running every part on the CPU, at a small size.", flush=True)
         header = _make_header(machine, commit)
-        try:
+        with explained(f"--folder ({folder}) cannot be written"):
             make_folder(report.parent)
-        except OSError as error:
-            raise InputError(f"--folder ({folder}) cannot be written: {error.strerror}.") from error
         recordings, left = {}, []
         recorded: Mapping[str, Any] = {}
         if report.exists():

@@ -109,4 +109,4 @@ def test_a_member_that_reads_nothing_is_dropped_before_it_fills_memory():
             leader.send({"text": "x" * 1000})
             sent += 1
         assert not leader.is_open  # after what the kernel holds, and a little
-        assert len(leader._peer._unsent) < 2**17
+        assert len(leader._peer.unsent) < 2**17

@@ -30,7 +30,7 @@ from zaya_jax.aegis.state import is_running, read_state
 from zaya_jax.aegis.supervision_report import AEGIS, describe_run, format_report, format_status
 from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.aegis.timeouts import check_timeouts
-from zaya_jax.aegis.training_command import TrainingCommand, read_command
+from zaya_jax.aegis.training_command import TrainingCommand, fits, read_command
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import total_steps
@@ -124,14 +124,15 @@ def _join(
     patience = float(select_preset(None if command.config is None else command.config.preset).join_seconds)
     argv = digest("\0".join(command.argv).encode(errors="surrogateescape"))
     least = options.min_nodes or command.nodes
-    smaller = command.smaller_jobs(least)
+    config, here = command.config, len(command.devices)
+    smaller = [n for n in range(least, command.nodes) if config is None or fits(config, n * here)]
     if least < command.nodes and not smaller:
         problem = f"no number of nodes from {least} on divides the batches of all phases"
         warn(f"--min-nodes {least} changes nothing: {problem}.")
     job = {"nodes": command.nodes, "spares": options.spares, "min_nodes": least, "smaller": smaller}
-    job |= {"processes": len(command.devices), "command": argv}
+    job |= {"processes": here, "command": argv}
     place = Place(command.node, node, host, port, secret_path(command.run_dir, f"{host}:{port}"), job, patience)
-    copies = None if command.config is None else Copies(command.config)
+    copies = None if config is None else Copies(config)
     if command.node:
         return functools.partial(Member, place, leader=None, copies=copies)
     listeners = [stack.enter_context(each) for each in open_listeners(coordinator, patience)]

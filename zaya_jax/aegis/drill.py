@@ -138,7 +138,10 @@ def score(faults: Sequence[Fault], quiet: Events, events: Events, hang: float, s
     alarms += [event for event in failures if all(row["attempt"] != event["attempt"] for row in rows)]
     counts = {"faults": len(faults), "made": len(rows), "attempts": sum(event["kind"] == "start" for event in events)}
     attributed, missed = sum(row["attributed"] for row in rows), [row for row in rows if not row["attributed"]]
-    times = [{"fault": row["fault"], **_rounded(row)} for row in rows]
+    times = [
+        {"fault": row["fault"], **{key: None if row[key] is None else round(row[key], 3) for key in _SECONDS}}
+        for row in rows
+    ]
     card = {
         **counts,
         "classes": classes,
@@ -178,10 +181,6 @@ def _quantiles(values: Iterable[float | None]) -> dict[str, float]:
         return {"n": 0}
     p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {"n": len(ordered), "p50": round(statistics.median(ordered), 4), "p95": round(p95, 4)}
-
-
-def _rounded(row: Mapping[str, Any]) -> dict[str, float | None]:
-    return {key: None if row[key] is None else round(row[key], 3) for key in _SECONDS}
 
 
 def _ettr(quiet: Events, events: Events, saves: int) -> dict[str, float]:

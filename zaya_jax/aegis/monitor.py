@@ -19,7 +19,8 @@ from zaya_jax.aegis.processes import Rank
 from zaya_jax.aegis.signatures import observe_line
 from zaya_jax.aegis.training_watch import LevelChanges, LossWatch, StragglerWatch
 from zaya_jax.config.checks import counted
-from zaya_jax.run.host_memory import OWN, ROOT, memory_groups, read_group
+from zaya_jax.run.files import start_text
+from zaya_jax.run.host_memory import OWN, ROOT, memory_groups
 
 _EVERY = 1.0  # seconds between two looks at the machine
 _SILENT = 30.0  # seconds after which a run folder that does not answer is reported
@@ -151,7 +152,7 @@ class HostWatch:
     def _oom_kills(self) -> int | None:
         """Return how many processes of this control group were killed for memory; None if that is unknown."""
         for folder, version in memory_groups(self._cgroup_root, self._own_cgroup):
-            for line in read_group(folder / _KILLS[version]).splitlines():
+            for line in start_text(folder / _KILLS[version]).splitlines():
                 name, _, count = line.partition(" ")
                 if name == "oom_kill" and count.isascii() and count.isdigit():
                     return int(count)

@@ -31,7 +31,7 @@ class SecureChannel:
         body = json.dumps(message)
         self._sent += 1
         self._peer.send(f"{prove(self._key, self._own, str(self._sent), body)} {body}")
-        self.is_open = self.is_open and self._peer.unsent <= _MOST_UNSENT
+        self.is_open = self.is_open and len(self._peer.unsent) <= _MOST_UNSENT
 
     def receive(self) -> list[dict[str, Any]]:
         """Return the objects that have arrived, in order."""

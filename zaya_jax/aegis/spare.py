@@ -9,7 +9,7 @@ from zaya_jax.aegis.failure import FaultClass, Observation, Severity
 from zaya_jax.aegis.job_state import JobState
 from zaya_jax.aegis.processes import Process, ProcessGroup
 from zaya_jax.aegis.training_command import TrainingCommand
-from zaya_jax.run import job_secret
+from zaya_jax.run import job_secret, standby
 from zaya_jax.run.standby import send_place
 
 _LONGEST = 900.0  # seconds that the check of the devices may take, as a sick GPU may hang
@@ -30,7 +30,10 @@ class Spare:
         if self._group is not None:
             self._watch(self._group)
         elif (member := self._job.member) is not None and member.is_idle_spare and time.monotonic() > self._next:
-            processes = command.standbys() if self._is_checked else [command.preflight()]
+            # First a check of the devices, then the trainers that wait for their places.
+            places = [{"JAX_LOCAL_DEVICE_IDS": str(device), standby.VARIABLE: "1"} for device in command.devices]
+            waiting = [(list(command.argv), place) for place in places]
+            processes = waiting if self._is_checked else [command.preflight()]
             started = [(argv, {**self._environment, **variables}) for argv, variables in processes]
             self._started = time.monotonic()
             self._next = self._started + _AGAIN

@@ -31,7 +31,7 @@ from zaya_jax.aegis.training_command import TrainingCommand, plan_rollback, roll
 from zaya_jax.aegis.training_watch import level_changes
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
-from zaya_jax.run.reserved_port import reserved_port
+from zaya_jax.run.listening import reserved_port
 
 _TICK = 0.05  # seconds
 _LAST_NEWS = 10.0  # seconds that commands which tell of the end may take

@@ -19,7 +19,6 @@ from zaya_jax.config import Config, from_dict, load_config
 from zaya_jax.config.parallel import BATCH_AXES, axis_sizes
 from zaya_jax.config.stages import micro_batch, rows_before, stages, total_steps
 from zaya_jax.errors import InputError
-from zaya_jax.run import standby
 from zaya_jax.run.checkpoints import CHECKPOINTS, saved_steps, usable_checkpoints
 from zaya_jax.run.files import expanded
 from zaya_jax.run.folder import CONFIG, read_config
@@ -68,16 +67,6 @@ class TrainingCommand:
             flags = [*job, str(self.node * here + index)] if count > 1 else []
             listed.append(([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **secret}))
         return listed
-
-    def smaller_jobs(self, least: int) -> list[int]:
-        """Return the smaller numbers of nodes, at least `least`, that the batches allow; all for another command."""
-        numbers = range(least, self.nodes)
-        return [n for n in numbers if self.config is None or fits(self.config, n * len(self.devices))]
-
-    def standbys(self) -> list[tuple[list[str], dict[str, str]]]:
-        """Return the command and the variables of each process that is to wait for its place."""
-        devices = [{"JAX_LOCAL_DEVICE_IDS": str(device), standby.VARIABLE: "1"} for device in self.devices]
-        return [(list(self.argv), variables) for variables in devices]
 
     def preflight(self) -> tuple[list[str], dict[str, str]]:
         """Return the command, and its variables, that checks the devices of this node for a training command."""

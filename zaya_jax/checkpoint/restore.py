@@ -17,6 +17,7 @@ from zaya_jax.job.multihost import all_gather, broadcast, is_primary, primary_fi
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.fencing import is_current
+from zaya_jax.run.files import explained
 from zaya_jax.run.manifest import Damaged, Manifest, Unreadable, read_digests, read_manifest
 from zaya_jax.run.progress import WorkProgress
 
@@ -72,11 +73,8 @@ def read_checkpoint(
 
 
 def _quarantine(folder: Path, step: int) -> str:
-    try:
+    with explained(f"{folder / str(step)} is damaged, but cannot be quarantined (renamed)"):
         return names.quarantine(folder, step, "corrupt").name if is_primary() else ""
-    except OSError as error:
-        problem = f"cannot be quarantined (renamed): {error.strerror}"
-        raise InputError(f"{folder / str(step)} is damaged, but {problem}.") from error
 
 
 def _manifest(folder: Path, step: int, known: Manifest | None = None) -> Manifest:

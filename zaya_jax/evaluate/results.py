@@ -14,7 +14,7 @@ from typing import Any
 from zaya_jax.errors import InputError, printable
 from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.evaluate.scoring import Progress
-from zaya_jax.run.files import require_regular, write_atomically
+from zaya_jax.run.files import explained, require_regular, write_atomically
 from zaya_jax.run.metrics import finite
 from zaya_jax.run.table import format_table
 from zaya_jax.run.writing import make_folder, resolved
@@ -78,12 +78,10 @@ def evaluation_name(scored: Sequence[str], settings: Mapping[str, Any]) -> str:
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON; InputError if the file cannot be written."""
-    try:
+    with explained(f"{path} cannot be written"):
         require_regular(path)
         make_folder(path.parent)
         write_atomically(resolved(path), json.dumps(finite(dict(record)), indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def check_writable(path: Path) -> None:

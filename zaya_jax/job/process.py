@@ -9,7 +9,7 @@ from zaya_jax.errors import ExitCode, Preempted, exit_message, exit_reason
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.files import expanded
 from zaya_jax.run.progress_record import record_from_environment
-from zaya_jax.run.signals import NAMES, exit_status, say_and_exit, warn
+from zaya_jax.run.signals import NAMES, say_and_exit, warn
 from zaya_jax.run.status import mark_stopped
 
 if TYPE_CHECKING:  # which imports jax
@@ -27,7 +27,7 @@ class TrainingProcess:
 
     def stop(self, number: int) -> None:
         """Exit at once: there is nothing to save, or this is the second signal."""
-        sentence, status = f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number)
+        sentence, status = f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", ExitCode(128 + number)
         self.progress.end(status, sentence, is_origin=True)
         if self.run_dir:
             run = expanded(self.run_dir)

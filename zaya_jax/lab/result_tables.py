@@ -25,10 +25,6 @@ def _table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell], *
     return make_table(title, rows, cells, *remarks)
 
 
-def _axes(row: Row) -> str:
-    return ", ".join(row["axes"])
-
-
 def _memory(result: Result) -> list[Table]:
     speed = {"GB/s": "bytes_per_second"}
     times = {"shortest (ms)": "min", "mean (ms)": "mean", "longest (ms)": "max"}
@@ -63,8 +59,9 @@ def message_table(messages: Sequence[Row]) -> Table:
     def together(row: Row) -> str:
         return number(row["times"] * row["seconds"], 1e-3)
 
-    case = {"operation": "operation", "axes": _axes, "bytes": "bytes", "times per step": "times"}
-    return _table("Messages of a step", messages, {**case, "each (µs)": "seconds", "together (ms)": together})
+    columns: dict[str, str | Cell] = {"operation": "operation", "axes": lambda row: ", ".join(row["axes"])}
+    columns |= {"bytes": "bytes", "times per step": "times", "each (µs)": "seconds", "together (ms)": together}
+    return _table("Messages of a step", messages, columns)
 
 
 def _storage(result: Result) -> list[Table]:

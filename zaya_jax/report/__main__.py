@@ -7,7 +7,7 @@ from pathlib import Path
 from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError, printable
 from zaya_jax.run.command_output import prepare_streams, run_command
-from zaya_jax.run.files import expanded, read_start, write_atomically
+from zaya_jax.run.files import expanded, explained, read_start, write_atomically
 from zaya_jax.run.parser import Parser
 from zaya_jax.run.writing import resolved
 
@@ -58,10 +58,8 @@ def write_report(runs: Sequence[str], output: str | None = None, config: str | N
     if path.exists():
         _check_replaced(path, MARK.encode())
     page = render(read, config)
-    try:
+    with explained(f"{path} cannot be written", " Name another file with --output."):
         write_atomically(resolved(path), page)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}. Name another file with --output.") from error
     return f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB). Open it in a browser."
 
 

@@ -100,6 +100,22 @@ def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
         return os.pread(file.fileno(), most, skip)
 
 
+def start_text(path: Path, most: int = 2**16) -> str:
+    """Return at most `most` bytes of the start of a regular file, without waiting; empty if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_start(path, most).decode(errors="replace")
+    return ""
+
+
+@contextlib.contextmanager
+def explained(problem: str, advice: str = "") -> Iterator[None]:
+    """Raise an `OSError` of the block as an `InputError`: the `problem`, such as 'X cannot be written', and why."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{problem}: {error.strerror}.{advice}") from error
+
+
 def read_end(path: Path, most: int) -> bytes:
     """Return the last bytes, at most `most`, of a regular file, without waiting; raises `OSError`."""
     with open_regular(path) as file:

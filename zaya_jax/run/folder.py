@@ -17,7 +17,16 @@ from zaya_jax.config.yaml_text import MAX_BYTES, parse_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES, has_checkpoint, phase_ends
 from zaya_jax.run.fencing import FENCE
-from zaya_jax.run.files import Unlockable, expanded, locked, open_regular, read_file, read_start, write_atomically
+from zaya_jax.run.files import (
+    Unlockable,
+    expanded,
+    explained,
+    locked,
+    open_regular,
+    read_file,
+    read_start,
+    write_atomically,
+)
 from zaya_jax.run.manifest import Unreadable
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.signals import warn
@@ -113,10 +122,8 @@ def claim_run(folder: Path, config: Config) -> None:
     """Write `config.yaml`, which makes the folder this run's; called once its data is known to be usable."""
     if (folder / CONFIG).exists():
         return
-    try:
+    with explained(f"run_dir ({folder}) cannot be written"):
         write_atomically(folder / CONFIG, to_yaml(config))
-    except OSError as error:
-        raise InputError(f"run_dir ({folder}) cannot be written: {error.strerror}.") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

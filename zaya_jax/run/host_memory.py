@@ -5,11 +5,10 @@ from pathlib import Path
 
 import psutil
 
-from zaya_jax.run.files import read_start
+from zaya_jax.run.files import start_text
 
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _LIMITS = {1: ("memory.limit_in_bytes", "total_rss"), 2: ("memory.max", "anon")}  # file, and statistic of what is used
-_LONGEST_FILE = 1 << 16  # bytes read of a file of a control group
 
 
 def free_memory() -> int:
@@ -23,8 +22,8 @@ def control_groups(root: Path = ROOT, own: Path = OWN) -> list[int]:
     for folder, version in memory_groups(root, own):
         file, statistic = _LIMITS[version]
         with contextlib.suppress(ValueError, KeyError):
-            limit = int(read_group(folder / file))  # without a limit, the word `max`: a ValueError
-            used = dict(line.split() for line in read_group(folder / "memory.stat").splitlines())
+            limit = int(start_text(folder / file))  # without a limit, the word `max`: a ValueError
+            used = dict(line.split() for line in start_text(folder / "memory.stat").splitlines())
             left.append(max(0, limit - int(used[statistic])))
     return left
 
@@ -32,7 +31,7 @@ def control_groups(root: Path = ROOT, own: Path = OWN) -> list[int]:
 def memory_groups(root: Path = ROOT, own: Path = OWN) -> list[tuple[Path, int]]:
     """Return candidate folders of this process' memory groups (in the file `own`), inner first, and their version."""
     groups = []
-    for line in sorted(read_group(own).splitlines()):  # `0::/group`, or `4:memory:/group`
+    for line in sorted(start_text(own).splitlines()):  # `0::/group`, or `4:memory:/group`
         _, controllers, name = [*line.split(":", 2), "", ""][:3]
         relative = Path(name.lstrip("/"))
         # With `..`, the group is outside of this container.
@@ -40,10 +39,3 @@ def memory_groups(root: Path = ROOT, own: Path = OWN) -> list[tuple[Path, int]]:
             mount, version = (root / "memory", 1) if controllers else (root, 2)
             groups += [(mount / each, version) for each in (relative, *relative.parents)]
     return groups
-
-
-def read_group(path: Path) -> str:
-    """Return the start of a file of a control group, without waiting; empty if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_start(path, _LONGEST_FILE).decode("utf-8", "replace")
-    return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
-from zaya_jax.run.files import expanded, write_atomically
+from zaya_jax.run.files import expanded, explained, write_atomically
 from zaya_jax.run.writing import make_folder, remove
 
 VARIABLE = "ZAYA_JOB_SECRET"
@@ -47,7 +47,9 @@ def read_secret(path: Path) -> str | None:
     if secret := os.environ.get(VARIABLE):
         return secret
     try:
-        with open(path, errors="surrogateescape", opener=_open_unlinked) as file:
+        # No link, and without waiting for a pipe.
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(path, errors="surrogateescape", opener=lambda name, mode: os.open(name, mode | flags)) as file:
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
                 return file.read()
@@ -55,10 +57,6 @@ def read_secret(path: Path) -> str | None:
         return None
     must = "must be a file that belongs to you and that nobody else can read"
     raise InputError(f"The job secret {path} {must}. Remove it, or set {VARIABLE} for all processes.")
-
-
-def _open_unlinked(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager
@@ -71,12 +69,10 @@ def share_secret(path: Path) -> Iterator[str]:
         yield secret
         return
     secret, missing = secrets.token_hex(SECRET_BYTES), [folder for folder in path.parents if not os.path.exists(folder)]
-    try:
+    advice = f" Set {VARIABLE} to the same text for all processes instead."
+    with explained(f"The job secret {path} cannot be written", advice):
         make_folder(path.parent)
         write_atomically(path, secret, mode=0o600)
-    except OSError as error:
-        instead = f"Set {VARIABLE} to the same text for all processes instead"
-        raise InputError(f"The job secret {path} cannot be written: {error.strerror}. {instead}.") from error
     try:
         yield read_secret(path) or secret
     finally:

@@ -1,10 +1,11 @@
 """Listen where the other processes of a job look for this one, once the address is up."""
 
+import contextlib
 import errno
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from zaya_jax.errors import InputError, PeersMissing
@@ -72,3 +73,13 @@ def open_listener(address: str, port: int) -> socket.socket | None:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             return None
         raise
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[str]:
+    """Yield HOST:PORT of the loopback interface, where a process that knows it can listen during the block."""
+    with socket.socket() as bound:
+        # The system gives a bound port to nobody who asks for any; who names it can share it, unless one listens.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield "{}:{}".format(*bound.getsockname())

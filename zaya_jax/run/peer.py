@@ -23,7 +23,7 @@ class Peer:
         self.host = host  # where it runs, printable
         self.tunnel = tunnel  # a second connection, for the traffic of jax's coordination service
         self.fileno = connection.fileno  # for selectors
-        self._unsent = self._partial_line = b""
+        self.unsent = self._partial_line = b""  # what the other side has left no room for; a line that has no end yet
         connection.setblocking(False)
 
     def __str__(self) -> str:
@@ -31,14 +31,9 @@ class Peer:
 
     def send(self, line: str) -> None:
         """Send a line, or as much as fits, and the rest before the next line; the peer timeout detects a lost peer."""
-        self._unsent += f"{line}\n".encode(errors="backslashreplace")
+        self.unsent += f"{line}\n".encode(errors="backslashreplace")
         with contextlib.suppress(OSError):
-            self._unsent = self._unsent[self.connection.send(self._unsent) :]
-
-    @property
-    def unsent(self) -> int:
-        """Number of bytes that the other side has left no room for."""
-        return len(self._unsent)
+            self.unsent = self.unsent[self.connection.send(self.unsent) :]
 
     def receive(self) -> list[str] | None:
         """Return the lines received since the last call; None if the other side has closed, or a line is too long."""

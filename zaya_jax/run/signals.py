@@ -27,11 +27,6 @@ NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", sig
 _ONE_PRESS = 0.2  # seconds: `timeout` and launchers signal a process and its group
 
 
-def exit_status(number: int) -> ExitCode:
-    """Return the exit status after a signal of `NAMES`, by the shell convention."""
-    return ExitCode(128 + number)
-
-
 class Listener:
     """Calls `answer` in a separate thread for each signal of `NAMES` inside a `with` block; blocks can nest.
 

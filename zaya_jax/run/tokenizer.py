@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import InputError
-from zaya_jax.run.files import json_text, read_object, write_atomically
+from zaya_jax.run.files import explained, json_text, read_object, write_atomically
 from zaya_jax.run.writing import make_folder
 
 TOKENIZER_FOLDER = "tokenizer"  # in a run folder
@@ -45,15 +44,13 @@ def copy_tokenizer(source: Path, run: Path) -> None:
     ids = known(special_ids(source))
     if not files and not ids:
         return
-    try:
+    with explained(f"{target} cannot be written"):
         make_folder(target)
         for path in files:
             write_atomically(target / path.name, path.read_bytes())
         generation = read_object(target / GENERATION) if (target / GENERATION).exists() else {}
         if ids.keys() - known(generation).keys():  # those that config.json alone has
             write_atomically(target / GENERATION, json_text(ids | known(generation)))
-    except OSError as error:
-        raise InputError(f"{target} cannot be written: {error.strerror}.") from error
 
 
 def tokenizer_settings(bos: str | None, eos: str | None, pad: str) -> dict[str, Any]:

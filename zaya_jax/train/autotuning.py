@@ -4,7 +4,6 @@ Another process can choose otherwise, and its results then differ in their last 
 process; compiling any program with an option reads them from a file, once per process, or writes them all.
 """
 
-import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax
 import jaxlib.version
 
 from zaya_jax.errors import printable
-from zaya_jax.run.files import read_start, write_atomically
+from zaya_jax.run.files import start_text, write_atomically
 
 FILE = "autotuning.txt"  # in the run folder
 Call = Callable[[], object]
@@ -33,7 +32,7 @@ class Autotuning:
         self._path, self._writes, self._check, self._say = folder / FILE, is_kept and writes, check, say
         # A comment of XLA's text format.
         self._origin = f"# jaxlib {jaxlib.version.__version__}, {jax.devices()[0].device_kind}\n"
-        self._kept = _read(self._path) if is_kept else ""
+        self._kept = start_text(self._path, _LONGEST) if is_kept else ""
         if self._kept and not self._kept.startswith(self._origin):
             origin = self._kept.split("\n", 1)[0].removeprefix("# ")
             chosen = f"The algorithms in {self._path} were chosen with {origin}"
@@ -51,7 +50,7 @@ class Autotuning:
             return
         with tempfile.TemporaryDirectory() as private:
             self._compile(_WRITE, Path(private, FILE))
-            choices = self._origin + _read(Path(private, FILE))
+            choices = self._origin + start_text(Path(private, FILE), _LONGEST)
         # A program from the compilation cache brings no choices, and some version may drop what was read.
         if len(choices) <= len(self._kept or self._origin):
             return
@@ -68,9 +67,3 @@ class Autotuning:
             jax.jit(lambda: 0, compiler_options={option: str(path)}).lower().compile()
         except jax.errors.JaxRuntimeError as error:  # another version's option
             self._say(f"XLA's choices of algorithms are not kept with the run: {printable(str(error), 200)}")
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return read_start(path, _LONGEST).decode(errors="replace")
-    return ""

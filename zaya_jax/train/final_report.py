@@ -60,25 +60,23 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
             losses = {"nats_per_token": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte(text.text_bytes)}
             read = {"tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.use.used}
             by_source[name] = losses | read | {"all_bytes": text.all_bytes, "all_documents": text.use.documents}
-    total = result.heldout
+    total, samples = result.heldout, list[dict[str, str]]()
+    if config.sample.tokens:
+        if is_primary():
+            print("Continuing the sample prompt", flush=True)
+        samples += [draw_sample(config, result.prepared.tokenizer, result.program, result.state, result.base)]
     return {
         "steps": _steps(result),
         "heldout": {"nats_per_token": total.nats_per_token, "tokens": total.tokens},
         "heldout_by_source": by_source,
         "baselines": result.prepared.baselines,
         "data": result.data,
-        "samples": [_sample(config, result)] if config.sample.tokens else [],
+        "samples": samples,
     }
 
 
 def _steps(result: TrainResult) -> int:
     return int(jax.device_get(result.state.step))
-
-
-def _sample(config: Config, result: TrainResult) -> dict[str, str]:
-    if is_primary():
-        print("Continuing the sample prompt", flush=True)
-    return draw_sample(config, result.prepared.tokenizer, result.program, result.state, result.base)
 
 
 def _early_end(config: Config, result: TrainResult) -> list[str]:

@@ -12,7 +12,7 @@ from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config.stages import BatchStage, phase_steps, stage_at, total_steps
 from zaya_jax.data.loading.batches import Batch, TrainBatches
 from zaya_jax.data.tokenizer import Tokenizer
-from zaya_jax.errors import Preempted, RunStopped, WorkerLost
+from zaya_jax.errors import ExitCode, Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
 from zaya_jax.job.multihost import is_primary
@@ -23,7 +23,7 @@ from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, write_p
 from zaya_jax.run.metrics import DiskGuard, read_rows
 from zaya_jax.run.patience import PATIENCE, Patience
 from zaya_jax.run.progress_record import Phase, ProgressRecord
-from zaya_jax.run.signals import NAMES, exit_status
+from zaya_jax.run.signals import NAMES
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.memory import out_of_memory
 from zaya_jax.train.profiler import StepProfiler
@@ -157,7 +157,7 @@ class Trainer:
         """Build the error that ends the run after a signal."""
         outcome = "is saved. Rerun the command to resume from it" if saved else "could not be saved"
         number = self.preemption.number or signal.SIGTERM  # if another process received a signal
-        return Preempted(f"Stopped by {NAMES[number]} after {after}, which {outcome}.", exit_status(number))
+        return Preempted(f"Stopped by {NAMES[number]} after {after}, which {outcome}.", ExitCode(128 + number))
 
     def record_changes(self) -> None:
         """Record the settings that changed at the step where this process resumed."""

@@ -13,7 +13,7 @@ from zaya_jax.data.prepare.preparation import open_manifest, remedy
 from zaya_jax.data.prepare.shards import Documents, open_documents
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import expanded
+from zaya_jax.run.files import expanded, explained
 from zaya_jax.run.writing import make_folder
 
 
@@ -62,10 +62,8 @@ def open_sources(config: Config) -> Prepared:
     more tokens than the model, a source has no training document, or none has a held-out document.
     """
     cache = expanded(config.data.cache_dir)
-    try:
+    with explained(f"The folder data.cache_dir ({cache}) cannot be written"):
         make_folder(cache)
-    except OSError as error:
-        raise InputError(f"The folder data.cache_dir ({cache}) cannot be written: {error.strerror}.") from error
     sources: dict[str, Source] = {}
     for name, source in config.data.sources.items():
         folder = expanded(source.path)

@@ -16,7 +16,7 @@ from zaya_jax.config.checks import counted, list_counts, require
 from zaya_jax.data.readers.documents import Entry, Format, InputFile, Unit, reading
 from zaya_jax.data.readers.jsonl import is_list, plain_lines
 from zaya_jax.errors import InputError, printable
-from zaya_jax.run.files import hub_hint, nearest_path, read_object
+from zaya_jax.run.files import explained, hub_hint, nearest_path, read_object
 
 PACKED = ("gz", "zst", "bz2", "xz")
 # `Unit.format` → suffixes of its files. To add a format, add a module that defines `FORMAT`, and lines here.
@@ -194,11 +194,8 @@ def _names(path: Path, names: list[Any]) -> list[str]:
 
 def list_folder(folder: Path, unread: Counter[str]) -> Iterator[os.DirEntry[str]]:
     """Yield the files and folders in a folder, sorted by name; count in `unread` the items that are left out."""
-    try:
-        with os.scandir(folder) as scan:
-            entries = sorted(scan, key=lambda entry: entry.name)
-    except OSError as error:
-        raise InputError(f"The folder {folder} cannot be listed: {error.strerror}.") from error
+    with explained(f"The folder {folder} cannot be listed"), os.scandir(folder) as scan:
+        entries = sorted(scan, key=lambda entry: entry.name)
     for entry in entries:
         if entry.name.startswith("."):
             unread["hidden"] += 1

@@ -28,7 +28,7 @@ from zaya_jax.lab.measure.network_devices import Traffic
 from zaya_jax.lab.measure.timing import elapsed, time_calls
 from zaya_jax.lab.result import describe_run, print_tables, rounded
 from zaya_jax.lab.result_tables import TABLES
-from zaya_jax.run.files import expanded
+from zaya_jax.run.files import expanded, explained
 from zaya_jax.run.host_memory import control_groups
 
 OPERATIONS = 20_000  # pages of a pass of random reads
@@ -80,10 +80,8 @@ def _existing(name: str) -> Path:
 
 
 def _scratch(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    try:
+    with explained(f"The folder {folder} cannot be written"):
         return tempfile.TemporaryDirectory(prefix=".zaya_jax_storage_", dir=folder)
-    except OSError as error:
-        raise InputError(f"The folder {folder} cannot be written: {error.strerror}.") from error
 
 
 def _shortest_steps(config: Config, speed: float) -> list[dict[str, Any]]:
