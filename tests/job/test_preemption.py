@@ -13,7 +13,7 @@ from zaya_jax.config import load_config
 from zaya_jax.job.preemption import Preemption
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.folder import METRICS
-from zaya_jax.run.signals import NAMES, exit_status
+from zaya_jax.run.signals import NAMES
 
 pytestmark = pytest.mark.usefixtures("signals_arrive")
 
@@ -34,7 +34,7 @@ def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(cap
             os.kill(os.getpid(), number)
             assert (received, stop.reached()) == ([1], True)
             assert stop.reached()  # and remembered
-            assert (NAMES[stop.number], exit_status(stop.number)) == (name, status)
+            assert (NAMES[stop.number], 128 + stop.number) == (name, status)
             os.kill(os.getpid(), number)
             assert received == [1, 1]  # a second one, too
         assert signal.getsignal(number) is handler

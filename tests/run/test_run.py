@@ -16,7 +16,7 @@ from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, exit_me
 from zaya_jax.run.folder import claim_run, is_locked, lock_folder
 from zaya_jax.run.launcher import detect_launcher
 from zaya_jax.run.run import Run, open_run
-from zaya_jax.run.signals import NAMES, exit_status
+from zaya_jax.run.signals import NAMES
 from zaya_jax.run.status import mark_stopped, track_status
 from zaya_jax.run.tokenizer import copy_tokenizer, run_tokenizer, special_ids
 
@@ -137,7 +137,7 @@ def test_a_user_who_may_only_read_a_run_sees_that_its_process_was_killed():
         (RunStopped("no"), ExitCode.STOPPED),
         (OSError(errno.ENOSPC, "no"), ExitCode.STOPPED),
         (ZeroDivisionError("no"), ExitCode.STOPPED),
-        (Preempted("no", exit_status(signal.SIGTERM)), ExitCode.TERMINATED),
+        (Preempted("no", ExitCode(128 + signal.SIGTERM)), ExitCode.TERMINATED),
         (KeyboardInterrupt(), ExitCode.INTERRUPTED),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_status_that_cannot_be_written_costs_nothing(tmp_path):
 
 
 def test_exit_codes_are_those_of_shells():
-    assert [exit_status(number) for number in NAMES] == [ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HUNG_UP]
+    assert [ExitCode(128 + number) for number in NAMES] == [ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HUNG_UP]
 
 
 @pytest.mark.parametrize(
