@@ -78,7 +78,7 @@ def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
     log = logging.getLogger("absl")
     level = log.level
     # After one of Orbax's threads has failed, others can fail later, so the filter stays.
-    log.addFilter(lambda record: "_SignalingThread.run() raised" not in str(record.msg))
+    log.addFilter(_is_not_from_signaling_thread)  # which is there once
     _hide_closed_loops()
     log.setLevel(logging.CRITICAL)
     try:
@@ -128,3 +128,7 @@ def _hide_closed_loops() -> None:
             before(unraisable)
 
     sys.unraisablehook = hook
+
+
+def _is_not_from_signaling_thread(record: logging.LogRecord) -> bool:
+    return "_SignalingThread.run() raised" not in str(record.msg)
