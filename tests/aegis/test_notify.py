@@ -46,7 +46,6 @@ def test_the_command_gets_the_event_as_one_line_and_its_arguments_as_they_are(tm
     assert json.loads(text) == event
     assert (tmp_path / "argument").read_text() == argument
     assert sorted(path.name for path in tmp_path.iterdir()) == ["argument", "event"]
-    assert (sent.failed, sent.dropped) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_only_events_that_are_severe_enough_are_sent(tmp_path, least, severities
 def test_without_a_command_nothing_happens():
     sent = Notifier(NotifyPolicy())
     sent.send({"severity": "fatal"})
-    assert (sent.failed, sent.dropped, sent.pids) == (0, 0, set())
+    assert not sent.pids
 
 
 def test_ten_commands_run_at_most_and_nobody_waits_for_them(tmp_path):
@@ -78,11 +77,10 @@ def test_ten_commands_run_at_most_and_nobody_waits_for_them(tmp_path):
     for _ in range(12):
         sent.send({"severity": "fatal"})
         sent.poll()
-    assert (len(sent.pids), sent.dropped, sent.failed) == (10, 2, 0)
+    assert len(sent.pids) == 10
     pids = sent.pids
     sent.close(0.0)
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert sent.failed == 10
 
 
 def test_the_whole_session_is_killed_at_the_timeout(tmp_path):
@@ -92,23 +90,23 @@ def test_the_whole_session_is_killed_at_the_timeout(tmp_path):
     child = psutil.Process(int((tmp_path / "pid").read_text()))
     assert child.pid in sent.pids
     assert os.getsid(child.pid) != os.getsid(0)
-    wait_until(lambda: sent.poll() or sent.failed)
+    wait_until(lambda: sent.poll() or not sent.pids)
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     assert not sent.pids
 
 
 @pytest.mark.parametrize("command", [(SHELL, "-c", "exit 3"), ("/no/such/command",), (SHELL, "\0"), ("/etc/passwd",)])
-def test_failures_are_counted_and_raise_nothing(command):
+def test_failures_raise_nothing(command):
     sent = Notifier(NotifyPolicy(command))
     sent.send({"severity": "fatal"})
     sent.close(60.0)
-    assert (sent.failed, sent.dropped) == (1, 0)
+    assert not sent.pids
 
 
-def test_an_event_that_is_not_json_is_counted():
-    sent = notifier("true")
+def test_an_event_that_is_not_json_starts_nothing():
+    sent = notifier("sleep 60")
     sent.send({"severity": "fatal", "x": object()})
-    assert sent.failed == 1
+    assert not sent.pids
 
 
 def test_whoever_ends_orphans_can_spare_the_commands():

@@ -98,7 +98,10 @@ class Leader:
                 self._roster.end_superseded()
             self._roster.decide(now)
             for connection in self._members.values():
-                self._send_order(connection, now)
+                order = self._roster.order_for(connection.index)
+                if order != connection.order or now - connection.sent >= BEAT:
+                    connection.channel.send(dataclasses.asdict(order))
+                    connection.order, connection.sent = order, now
             is_due = now - self._state_time >= _STATE_EVERY and (self._state is None or self._state.done())
             if ended is None and (is_due or self._roster.has_ended):
                 self._write_state(now)
@@ -163,12 +166,6 @@ class Leader:
             connection.last_seen = time.monotonic()
             if connection.index in self._roster.members:
                 self._roster.observe(Report.parse(message))
-
-    def _send_order(self, connection: _Connection, now: float) -> None:
-        order = self._roster.order_for(connection.index)
-        if order != connection.order or now - connection.sent >= BEAT:
-            connection.channel.send(dataclasses.asdict(order))
-            connection.order, connection.sent = order, now
 
     def _lose(self, connection: _Connection, why: str) -> None:
         del self._members[connection.index]

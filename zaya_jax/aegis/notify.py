@@ -52,20 +52,17 @@ class Notifier:
         """Follow `policy`; without a command, do nothing."""
         self._policy = policy
         self._running: list[_Running] = []
-        self.failed = 0  # commands that could not be started, were killed at the timeout, or returned an error
-        self.dropped = 0  # events that were not passed on because ten commands were running
 
     def send(self, event: Mapping[str, Any]) -> None:
-        """Start the command for `event`, unless it is less severe than the policy asks for."""
+        """Start the command for `event`, unless it is less severe than the policy asks for, or ten are running."""
         policy = self._policy
         if not policy.command or _ORDER.get(event.get("severity", ""), 0) < _ORDER[policy.severity]:
             return
         self.poll()
         if len(self._running) >= _MOST_RUNNING:
-            self.dropped += 1
             return
         mark, parent = f"{os.getpid()}-{time.monotonic_ns()}", os.getpid()
-        try:
+        with contextlib.suppress(OSError, ValueError, TypeError, subprocess.SubprocessError):
             # A file in memory rather than a pipe, whose writer waits if nobody reads.
             with os.fdopen(os.memfd_create("zaya-event", os.MFD_CLOEXEC), "w+b") as file:
                 file.write((json.dumps(dict(event)) + "\n").encode())
@@ -79,18 +76,13 @@ class Notifier:
                     start_new_session=True,  # its orphans stay its descendants
                     preexec_fn=lambda: (die_with_parent(parent), adopt_orphans()),  # noqa: PLW1509
                 )
-        except (OSError, ValueError, TypeError, subprocess.SubprocessError):
-            self.failed += 1
-        else:
             self._running.append(_Running(process, time.monotonic() + policy.timeout_seconds, mark))
 
     def poll(self) -> None:
-        """Note the commands that ended, and kill those that are over their time; call it now and then."""
+        """Forget the commands that ended, and kill those that are over their time; call it now and then."""
         running, self._running = self._running, []
         for each in running:
-            status = each.process.poll()
-            if status is not None and not each.processes():
-                self.failed += status != 0
+            if each.process.poll() is not None and not each.processes():
                 continue
             if time.monotonic() >= each.deadline:
                 each.kill()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from zaya_jax.checkpoint.arrays import named
 from zaya_jax.checkpoint.local import LocalCopies
@@ -33,7 +33,7 @@ _RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next attempt after a failed 
 _SPARE = 1.05  # required free space over the size of the arrays, for metadata
 
 
-class CheckpointStore:
+class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     """Saves and retains checkpoints in the folder `checkpoints/` of a run, for the processes that train it.
 
     A context manager, which waits for the save in progress; after an error, without communicating with other processes.
@@ -66,9 +66,6 @@ class CheckpointStore:
         self._pause, self._again_at = _RETRY, 0.0
         self._failing_since: float | None = None
         self.verified: set[int] = set()  # steps of checkpoints that were read and are intact; the newest one is kept
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

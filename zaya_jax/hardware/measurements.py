@@ -81,11 +81,9 @@ def _with_thresholds(preset: Preset, folder: str) -> Preset:
     for flag, operation in _THRESHOLDS.items():
         fit = largest_fit(result or {}, operation, "knee_bytes")
         if fit is None:
-            verb, output = (
-                f"collectives --operations {' '.join(_THRESHOLDS.values())}",
-                Path(folder, "collectives.json"),
-            )
-            raise InputError(f"{source} no fit of {operation}. Run {_PROGRAM} {verb} --output {output}.")
+            verb = f"collectives --operations {' '.join(_THRESHOLDS.values())}"
+            run = f"{_PROGRAM} {verb} --output {Path(folder, 'collectives.json')}"
+            raise InputError(f"{source} no fit of {operation}. Run {run}.")
         knee, rows = fit["knee_bytes"], (result or {})["results"]
         largest = max(row["bytes"] for row in rows if row["operation"] == operation)
         if not 0 < knee <= largest:

@@ -6,8 +6,8 @@ import errno
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any, Self
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ _OF_WORKERS = {
 }
 
 
-class TrainBatches(Iterator[Batch]):
+class TrainBatches(Iterator[Batch], AbstractContextManager["TrainBatches"]):
     """Iterates over training batches with Grain, prefetching in threads or processes.
 
     The state is the number of rows read or skipped, which does not depend on processes, workers or the batch size.
@@ -83,9 +83,6 @@ class TrainBatches(Iterator[Batch]):
     def close(self) -> None:
         """Stop the threads and processes. No batch can be read afterwards."""
         self._batches.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

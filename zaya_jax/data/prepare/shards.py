@@ -4,10 +4,10 @@ import bisect
 import functools
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -40,7 +40,7 @@ def pack_text(tokens: np.ndarray, loss_mask: np.ndarray) -> bytes:
     return tokens.tobytes() + np.packbits(loss_mask).tobytes()
 
 
-class ShardWriter:
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """Writes one shard atomically; a context manager."""
 
     def __init__(self, path: Path) -> None:
@@ -48,9 +48,6 @@ class ShardWriter:
         self._file: IO[bytes] | None = None
         self._writer: ArrayRecordWriter | None = None
         self.documents = 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         try:
