@@ -198,6 +198,16 @@ def test_bad_sizes_are_refused_in_a_sentence(options, match):
         Engine(random_model(CONFIG), **options)
 
 
+def test_requests_past_the_slots_of_a_cpu_wait(monkeypatch):
+    monkeypatch.setattr(module, "ONE_SIZE", SLOTS)
+    made = Engine(random_model(CONFIG), slots=SLOTS + 2, length=LENGTH)
+    for _ in range(SLOTS + 2):
+        made.submit([1], 9)
+    made.step(1)
+    made.reserve(SLOTS + 2, LENGTH)  # an engine that has no more to give stays as it is, though busy
+    assert (made.slots, len(made._running)) == (SLOTS, SLOTS)
+
+
 def test_a_step_does_not_copy_the_cache():
     alone(0)
     leaves, (_, decode) = engine()._compiled

@@ -21,10 +21,11 @@ from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
 
-# Rows of a product, descending. XLA:CPU sums the products of fewer than 64 rows in another order: a row's result may not
-# depend on how many others choose its expert, since they can be of other requests.
-ROW_BLOCKS = (256, 192, 128, 96, 64)
-FEW_ROWS, FEW_BLOCK = 256, 16  # up to so many rows, which leave groups small, blocks have this size
+# Sizes of blocks, descending, for up to so many rows in all. XLA:CPU sums products of few rows in another order. Up to
+# `ONE_SIZE` rows, which can be of as many requests, a row's result may not depend on the number that chose its expert.
+ONE_SIZE = 256
+ROW_BLOCKS = {ONE_SIZE: (16,), 512: (128, 64, 48, 32, 16), 2**31: (256, 192, 128, 96, 64)}
+OUTER_BLOCKS = (256, 64)
 Product = Callable[..., jax.Array]
 
 
@@ -100,10 +101,7 @@ def _blocks_times_matrix(
         old = jax.lax.dynamic_slice_in_dim(out, first, inside.shape[0])
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], part, old), first, 0)
 
-    # The smallest block that covers the rest of a group: a matrix has a fixed cost, and each superfluous row, too.
-    blocks = ROW_BLOCKS if rows > FEW_ROWS else (min(FEW_BLOCK, rows),)
-    smaller = (*blocks[1:], 0)
-    return _over_blocks(one_block, jnp.zeros((rows, width), x_tp.dtype), sizes_e, rows, zip(blocks, smaller))
+    return _over_blocks(one_block, jnp.zeros((rows, width), x_tp.dtype), sizes_e, rows, _covering_blocks(rows))
 
 
 @jax.jit
@@ -119,9 +117,14 @@ def _add_outer_products(
         dw = jnp.einsum("pt,tq->pq", rows_pt, dout, preferred_element_type=total.dtype)
         return total.at[layer, group].add(dw)
 
-    large, small = ROW_BLOCKS[0], min(ROW_BLOCKS[-1], rows)
-    blocks = [(large, large - 1), (small, 0)] if rows >= large else [(small, 0)]
-    return _over_blocks(one_block, total_lepq, sizes_e, rows, blocks)
+    large, small = OUTER_BLOCKS
+    return _over_blocks(one_block, total_lepq, sizes_e, rows, [(large, large - 1), (small, 0)])
+
+
+def _covering_blocks(rows: int) -> list[tuple[int, int]]:
+    """Return blocks of which one covers the rest of a group: each product has a fixed cost, each superfluous row, too."""
+    sizes = next(sizes for most, sizes in ROW_BLOCKS.items() if rows <= most)
+    return list(zip(sizes, (*sizes[1:], 0), strict=True))
 
 
 def _over_blocks(
@@ -133,7 +136,8 @@ def _over_blocks(
     compiled.
     """
     starts_e, done_e = jnp.cumsum(sizes_e) - sizes_e, jnp.zeros_like(sizes_e)
-    for block, rest in blocks:
+    for size, rest in blocks:
+        block = min(size, rows)
         count_e = (jnp.maximum(sizes_e - done_e - rest, 0) + block - 1) // block
         ends_e, first_e = jnp.cumsum(count_e), starts_e + done_e
 
