@@ -122,7 +122,7 @@ def _add_outer_products(
 
 
 def _covering_blocks(rows: int) -> list[tuple[int, int]]:
-    """Return blocks of which one covers the rest of a group: each product has a fixed cost, each superfluous row, too."""
+    """Return blocks of which one covers the rest of a group: each product has a fixed cost, as has each extra row."""
     sizes = next(sizes for most, sizes in ROW_BLOCKS.items() if rows <= most)
     return list(zip(sizes, (*sizes[1:], 0), strict=True))
 
