@@ -240,11 +240,11 @@ class Engine:
         """Wait for calls, and return the tokens and log-probabilities that each request drew."""
         drawn: dict[int, tuple[list[int], list[float]]] = {}
         for slots, *results in calls:
-            tokens, logprobs = (np.atleast_2d(np.asarray(result)) for result in results)
+            tokens, logprobs = (np.atleast_2d(np.asarray(result)).T.tolist() for result in results)
             for slot, column in slots.items():
                 before = drawn.setdefault(self._running[slot], ([], []))
-                before[0].extend(tokens[:, column].tolist())
-                before[1].extend(logprobs[:, column].tolist())
+                before[0].extend(tokens[column])
+                before[1].extend(logprobs[column])
         return drawn
 
     def _extend(self, handle: int, drawn: tuple[list[int], list[float]]) -> Update:

@@ -128,8 +128,8 @@ def _covering_blocks(rows: int) -> list[tuple[int, int]]:
 
 
 def _over_blocks(
-    body: Callable[..., jax.Array], carry: jax.Array, sizes_e: jax.Array, rows: int, blocks: Iterable[tuple[int, int]]
-) -> jax.Array:
+    body: Callable[..., Any], carry: Any, sizes_e: jax.Array, rows: int, blocks: Iterable[tuple[int, int]]
+) -> Any:
     """Call `body(carry, group, first row of a block, mask of the group's rows)` over the rows of all groups.
 
     `blocks` are sizes, descending, each with the most rows of a group that it leaves to smaller ones. Each size is
@@ -142,9 +142,9 @@ def _over_blocks(
         ends_e, first_e = jnp.cumsum(count_e), starts_e + done_e
 
         def one(
-            index: jax.Array, carry: jax.Array, block: int = block, count_e: jax.Array = count_e,
+            index: jax.Array, carry: Any, block: int = block, count_e: jax.Array = count_e,
             ends_e: jax.Array = ends_e, first_e: jax.Array = first_e,
-        ) -> jax.Array:  # fmt: skip
+        ) -> Any:  # fmt: skip
             group = (ends_e <= index).sum()
             # A block past the last row is moved back; the mask excludes rows of the block before.
             next_row = first_e[group] + (index - ends_e[group] + count_e[group]) * block
