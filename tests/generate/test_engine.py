@@ -141,24 +141,40 @@ def test_a_long_prompt_advances_by_a_chunk_between_the_blocks_of_others():
     assert not engine().busy
 
 
+def python_calls(work):
+    """Count the calls of Python functions by module and name."""
+    calls = Counter()
+
+    def count(frame, event, _):
+        if event == "call":
+            calls[frame.f_globals.get("__name__", ""), frame.f_code.co_name] += 1
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_host_calls_few_functions_a_row_whatever_the_steps():
+    """`python -m benchmarks engine` prints the time of all."""
+    handles = [engine().submit([1], 28) for _ in range(SLOTS)]
+    engine().step(1)
+    one, many = (python_calls(lambda steps=steps: engine().step(steps)).total() for steps in (1, BLOCK))
+    for handle in handles:
+        engine().cancel(handle)
+    assert max(one, many) < 50 + 20 * SLOTS
+
+
 def test_what_depends_on_the_model_alone_happens_once():
     """No function of jax is traced, compiled or asked to place an array in a step; only results are read."""
     alone(2)
     submit(POOL[2])
-    calls = Counter()
-
-    def count(frame, event, _):
-        name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.split(".")[0] in ("jax", "jaxlib", "flax", "zaya_jax"):
-            calls[name, frame.f_code.co_name] += 1
-
-    sys.setprofile(count)
-    try:
-        while engine().busy:
-            engine().step()
-    finally:
-        sys.setprofile(None)
-    of_jax = {name: times for name, times in calls.items() if not name[0].startswith("zaya_jax.generate.")}
+    calls = python_calls(lambda: list(engine().updates()))
+    packages = ("jax", "jaxlib", "flax", "zaya_jax")
+    of_jax = {name: times for name, times in calls.items() if name[0].split(".")[0] in packages}
+    of_jax = {name: times for name, times in of_jax.items() if not name[0].startswith("zaya_jax.generate.")}
     assert not {name for _, name in of_jax} & {"device_put", "trace_to_jaxpr", "lower", "compile", "flatten"}
     assert sum(of_jax.values()) < 100, of_jax  # whatever the number of parameters
     assert compilations(engine()) == [1, 1]
@@ -196,6 +212,16 @@ def test_slots_are_added_while_there_is_no_request():
 def test_bad_sizes_are_refused_in_a_sentence(options, match):
     with pytest.raises(InputError, match=match):
         Engine(random_model(CONFIG), **options)
+
+
+def test_requests_past_the_slots_of_a_cpu_wait(monkeypatch):
+    monkeypatch.setattr(module, "ONE_SIZE", SLOTS)
+    made = Engine(random_model(CONFIG), slots=SLOTS + 2, length=LENGTH)
+    for _ in range(SLOTS + 2):
+        made.submit([1], 9)
+    made.step(1)
+    made.reserve(SLOTS + 2, LENGTH)  # an engine that has no more to give stays as it is, though busy
+    assert (made.slots, len(made._running)) == (SLOTS, SLOTS)
 
 
 def test_a_step_does_not_copy_the_cache():

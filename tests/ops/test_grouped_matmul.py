@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, seeds
-from zaya_jax.ops.grouped_matmul import grouped_matmul
+from zaya_jax.ops import grouped_matmul as grouped_matmul_file
+from zaya_jax.ops.grouped_matmul import ONE_SIZE, grouped_matmul
 
+BLOCKS = grouped_matmul_file.ROW_BLOCKS  # of the product; tests of this folder have smaller ones
 T, P, Q, E = 29, 6, 10, 4
 
 
@@ -83,6 +85,41 @@ def test_bfloat16_is_summed_in_float32():
     chex.assert_type(list(ours), jnp.bfloat16)
     for array, want in zip(ours, dense(x, w, sizes, cotangent), strict=True):
         np.testing.assert_allclose(np.asarray(array, np.float64), want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("rows", [3, 29, 256, 257, 512, 513, 2000])
+def test_blocks_cover_each_row_once_and_the_rest_of_a_group_is_one(rows, monkeypatch):
+    monkeypatch.setattr(grouped_matmul_file, "ROW_BLOCKS", BLOCKS)
+    blocks = grouped_matmul_file._covering_blocks(rows)
+
+    def count(carry, group, first, inside):
+        covered, calls = carry
+        place = first + jnp.arange(len(inside))
+        return covered.at[place].add(inside), calls.at[group].add(1)
+
+    @jax.jit
+    def run(groups):
+        start = jnp.zeros(rows, jnp.int32), jnp.zeros_like(groups)
+        return grouped_matmul_file._over_blocks(count, start, groups, rows, blocks)
+
+    draw = np.random.default_rng(rows)
+    for split in [draw.multinomial(rows, draw.dirichlet([0.3] * 6)) for _ in range(20)]:
+        covered, calls = jax.device_get(run(jnp.asarray(split[:5], jnp.int32)))
+        np.testing.assert_array_equal(covered, np.arange(rows) < split[:5].sum())
+        np.testing.assert_array_equal(calls, -(-split[:5] // min(blocks[0][0], rows)))
+
+
+def test_a_row_of_a_few_is_bitwise_independent_of_those_that_share_its_matrix(monkeypatch):
+    """Rows of a decode step belong to different requests; the rows here are as many as an engine can have on a CPU."""
+    monkeypatch.setattr(grouped_matmul_file, "ROW_BLOCKS", BLOCKS)
+    draw = np.random.default_rng(0)
+    x, w = draw.normal(size=(ONE_SIZE, 384)).astype(np.float32), draw.normal(size=(2, 384, 384)).astype(np.float32)
+    product = jax.jit(grouped_matmul)
+    with_others = np.asarray(product(x, w, np.array([0, ONE_SIZE], np.int32)))
+    for count in (1, 15, 40, 100):
+        moved = np.roll(x, -count, 0)  # these rows are the last ones, alone with their matrix
+        out = np.asarray(product(moved, w, np.array([ONE_SIZE - count, count], np.int32)))
+        np.testing.assert_array_equal(out[-count:], with_others[:count])
 
 
 def test_fewer_rows_than_the_smallest_block():

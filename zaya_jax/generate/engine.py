@@ -16,6 +16,7 @@ from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.steps import BLOCK, Chunk, Programs, Rows, empty_state, make_programs, state_bytes
 from zaya_jax.model.zaya import Zaya, unrolled
+from zaya_jax.ops.grouped_matmul import ONE_SIZE
 from zaya_jax.ops.selfcheck import free_memory
 from zaya_jax.parallel.decode import REPLICATED, place
 from zaya_jax.parallel.mesh import batch_shards
@@ -108,7 +109,7 @@ class Engine:
           placement: `decode_placement` or, after training, `Placement.replicated`, in the model's dtypes; the same one
             in all processes that hold the model together. None for the first device.
           slots: number of requests that are decoded together on all devices, rounded up to equal parts, on GPUs of
-            eight slots, or two of a long `length`.
+            eight slots, or two of a long `length`; on CPUs at most 256 a device, and further requests wait.
           length: largest number of tokens of a prompt and its continuation, rounded up to one of a few classes.
           stop_tokens: each ends a request when it is drawn; not part of the continuation.
           options: options of XLA's compiler.
@@ -131,7 +132,9 @@ class Engine:
         self._shards = batch_shards(self.placement.mesh)
         self._asked = slots  # a longer cache can have fewer rows of padding
         length = min(capacity_class(length), most)
-        own = max(-(-slots // self._shards), least_rows(jax.local_devices()[0].platform, length))
+        platform = jax.local_devices()[0].platform
+        own = max(-(-slots // self._shards), least_rows(platform, length))
+        own = min(own, ONE_SIZE) if platform == "cpu" else own
         slots = own * self._shards
         needed = state_bytes(self._model, slots, length, self.placement)
         _check_memory(slots, length, needed)
@@ -157,7 +160,7 @@ class Engine:
         it. `CacheTooLarge` if the new one does not fit in memory, ValueError if there are requests that have not ended.
         """
         length = min(length, self.config.max_positions)
-        if slots <= self.slots and length <= self.length:
+        if slots <= max(self.slots, self._asked) and length <= self.length:
             return
         if self.busy:
             raise ValueError("An engine with requests cannot get other slots: let them end, or cancel them.")
@@ -237,11 +240,11 @@ class Engine:
         """Wait for calls, and return the tokens and log-probabilities that each request drew."""
         drawn: dict[int, tuple[list[int], list[float]]] = {}
         for slots, *results in calls:
-            tokens, logprobs = (np.atleast_2d(np.asarray(result)) for result in results)
+            tokens, logprobs = (np.atleast_2d(np.asarray(result)).T.tolist() for result in results)
             for slot, column in slots.items():
                 before = drawn.setdefault(self._running[slot], ([], []))
-                before[0].extend(tokens[:, column].tolist())
-                before[1].extend(logprobs[:, column].tolist())
+                before[0].extend(tokens[column])
+                before[1].extend(logprobs[column])
         return drawn
 
     def _extend(self, handle: int, drawn: tuple[list[int], list[float]]) -> Update:

@@ -7,7 +7,7 @@ rows to do only the necessary work; `jax.lax.ragged_dot` multiplies every row by
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -21,7 +21,11 @@ from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
 
-ROW_BLOCKS = (256, 64)  # descending
+# Sizes of blocks, descending, for up to so many rows in all. XLA:CPU sums products of few rows in another order. Up to
+# `ONE_SIZE` rows, which can be of as many requests, a row's result may not depend on the number that chose its expert.
+ONE_SIZE = 256
+ROW_BLOCKS = {ONE_SIZE: (16,), 512: (128, 64, 48, 32, 16), 2**31: (256, 192, 128, 96, 64)}
+OUTER_BLOCKS = (256, 64)
 Product = Callable[..., jax.Array]
 
 
@@ -89,24 +93,15 @@ def _blocks_times_matrix(
     x_tp: jax.Array, w_lepq: jax.Array, layer: jax.Array | int, sizes_e: jax.Array, transpose: bool = False
 ) -> jax.Array:
     equation = "tq,pq->tp" if transpose else "tp,pq->tq"
-    width = w_lepq.shape[2 if transpose else 3]
-    starts_e = jnp.cumsum(sizes_e) - sizes_e
-    (group_e,) = jnp.nonzero(sizes_e, size=len(sizes_e), fill_value=0)
+    rows, width = x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
 
-    def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
-        group = group_e[index]
-        w = w_lepq[layer, group]
+    def one_block(out: jax.Array, group: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
+        x, sums = jax.lax.dynamic_slice_in_dim(x_tp, first, inside.shape[0]), accumulation_dtype(out.dtype)
+        part = jnp.einsum(equation, x, w_lepq[layer, group], preferred_element_type=sums).astype(out.dtype)
+        old = jax.lax.dynamic_slice_in_dim(out, first, inside.shape[0])
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], part, old), first, 0)
 
-        def one_block(out: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
-            rows = jax.lax.dynamic_slice_in_dim(x_tp, first, inside.shape[0])
-            part = jnp.einsum(equation, rows, w, preferred_element_type=accumulation_dtype(out.dtype)).astype(out.dtype)
-            old = jax.lax.dynamic_slice_in_dim(out, first, inside.shape[0])
-            return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], part, old), first, 0)
-
-        return _over_blocks(one_block, out, starts_e[group], sizes_e[group], x_tp.shape[0])
-
-    out = jnp.zeros((x_tp.shape[0], width), x_tp.dtype)
-    return jax.lax.fori_loop(0, (sizes_e > 0).sum(), one_group, out)
+    return _over_blocks(one_block, jnp.zeros((rows, width), x_tp.dtype), sizes_e, rows, _covering_blocks(rows))
 
 
 @jax.jit
@@ -114,47 +109,51 @@ def _add_outer_products(
     x_tp: jax.Array, dout_tq: jax.Array, sizes_e: jax.Array, total_lepq: jax.Array, layer: jax.Array | int
 ) -> jax.Array:
     x_pt = x_tp.T  # transposed once here instead of in each block's matmul
-    starts_e = jnp.cumsum(sizes_e) - sizes_e
-    (group_e,) = jnp.nonzero(sizes_e, size=len(sizes_e), fill_value=0)
+    rows = x_tp.shape[0]
 
-    def one_group(index: jax.Array, total: jax.Array) -> jax.Array:
-        group = group_e[index]
+    def one_block(total: jax.Array, group: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
+        rows_pt = jnp.where(inside, jax.lax.dynamic_slice_in_dim(x_pt, first, inside.shape[0], 1), 0)
+        dout = jax.lax.dynamic_slice_in_dim(dout_tq, first, inside.shape[0])
+        dw = jnp.einsum("pt,tq->pq", rows_pt, dout, preferred_element_type=total.dtype)
+        return total.at[layer, group].add(dw)
 
-        def one_block(dw: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
-            rows_pt = jnp.where(inside, jax.lax.dynamic_slice_in_dim(x_pt, first, inside.shape[0], 1), 0)
-            dout = jax.lax.dynamic_slice_in_dim(dout_tq, first, inside.shape[0])
-            return dw + jnp.einsum("pt,tq->pq", rows_pt, dout, preferred_element_type=dw.dtype)
-
-        dw = _over_blocks(one_block, total[layer, group], starts_e[group], sizes_e[group], x_tp.shape[0])
-        return total.at[layer, group].set(dw)
-
-    return jax.lax.fori_loop(0, (sizes_e > 0).sum(), one_group, total_lepq)
+    large, small = OUTER_BLOCKS
+    return _over_blocks(one_block, total_lepq, sizes_e, rows, [(large, large - 1), (small, 0)])
 
 
-def _over_blocks(body: Callable[..., jax.Array], carry: jax.Array, start: Any, size: Any, rows: int) -> jax.Array:
-    """Call `body(carry, first row of a block, mask of the group's rows)` over the rows of a group.
+def _covering_blocks(rows: int) -> list[tuple[int, int]]:
+    """Return blocks of which one covers the rest of a group: each product has a fixed cost, as has each extra row."""
+    sizes = next(sizes for most, sizes in ROW_BLOCKS.items() if rows <= most)
+    return list(zip(sizes, (*sizes[1:], 0), strict=True))
 
-    It uses as many blocks of the largest size as the group fills, and smaller ones for the rest: each matmul has a
-    fixed cost, and each superfluous row, too. Each size is compiled, which takes longer than a third size would save.
+
+def _over_blocks(
+    body: Callable[..., Any], carry: Any, sizes_e: jax.Array, rows: int, blocks: Iterable[tuple[int, int]]
+) -> Any:
+    """Call `body(carry, group, first row of a block, mask of the group's rows)` over the rows of all groups.
+
+    `blocks` are sizes, descending, each with the most rows of a group that it leaves to smaller ones. Each size is
+    compiled.
     """
-    if rows <= ROW_BLOCKS[-1]:
-        row = jnp.arange(rows)
-        return body(carry, jnp.zeros((), jnp.int32), (row >= start) & (row < start + size))
-    blocks = [block for block in ROW_BLOCKS if block <= rows]
-    done = jnp.zeros((), jnp.int32)
-    for block in blocks:
-        left = size - done
-        count = left // block if block > blocks[-1] else (left + block - 1) // block
+    starts_e, done_e = jnp.cumsum(sizes_e) - sizes_e, jnp.zeros_like(sizes_e)
+    for size, rest in blocks:
+        block = min(size, rows)
+        count_e = (jnp.maximum(sizes_e - done_e - rest, 0) + block - 1) // block
+        ends_e, first_e = jnp.cumsum(count_e), starts_e + done_e
 
-        def one(index: jax.Array, carry: jax.Array, done: jax.Array = done, block: int = block) -> jax.Array:
+        def one(
+            index: jax.Array, carry: Any, block: int = block, count_e: jax.Array = count_e,
+            ends_e: jax.Array = ends_e, first_e: jax.Array = first_e,
+        ) -> Any:  # fmt: skip
+            group = (ends_e <= index).sum()
             # A block past the last row is moved back; the mask excludes rows of the block before.
-            next_row = start + done + index * block
+            next_row = first_e[group] + (index - ends_e[group] + count_e[group]) * block
             first = jnp.minimum(next_row, rows - block)
             row = first + jnp.arange(block)
-            return body(carry, first, (row >= next_row) & (row < start + size))
+            return body(carry, group, first, (row >= next_row) & (row < starts_e[group] + sizes_e[group]))
 
-        carry = jax.lax.fori_loop(0, count, one, carry)
-        done += count * block
+        carry = jax.lax.fori_loop(0, ends_e[-1], one, carry)
+        done_e += count_e * block
     return carry
 
 
