@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -129,13 +130,15 @@ def test_chat_reads_messages_unless_a_field_is_named(call, tmp_path, capsys):
 def test_each_problem_of_a_file_has_one_line_with_the_number_of_its_documents(call, tmp_path, capsys):
     counts = {"x": 30, "\x1b": 2, "y": 1}
     lines = [{key: 1} for key, count in counts.items() for _ in range(count)]
-    other = write_lines(tmp_path / "other.jsonl", [{"x": 1}])
-    call[2:3] = str(write_lines(tmp_path / "bad.jsonl", lines)), str(other)
+    call[2:3] = [str(write_lines(tmp_path / "bad.jsonl", lines)), *(str(tmp_path / f"{name}.txt") for name in "ab")]
+    for path in call[3:5]:  # of one part of the input
+        Path(path).write_bytes(b"\xff")
     assert main(call) == 2
-    refusal = capsys.readouterr().err.splitlines()[-5:]
-    assert refusal[0].startswith("Error: 34 documents cannot be used (34 no field).")
-    assert [line.split(": ")[0] for line in refusal[1:]] == [*(f"  {call[2]}:{n}" for n in (1, 31, 33)), f"  {other}:1"]
-    also = f"{', '.join(map(str, range(2, 22)))} and 9 more)", "32)", "", ""
+    refusal = capsys.readouterr().err.splitlines()[-6:]
+    assert refusal[0].startswith("Error: 35 documents cannot be used (33 no field, 2 not UTF-8).")
+    places = [f"{call[2]}:{line}" for line in (1, 31, 33)] + [f"{path}:1" for path in call[3:5]]
+    assert [line.split(": ")[0].strip() for line in refusal[1:]] == places
+    also = f"{', '.join(map(str, range(2, 22)))} and 9 more)", "32)", "", "", ""
     assert [line.partition(" (also at ")[2] for line in refusal[1:]] == [*also]
 
 
