@@ -130,7 +130,7 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     assert "extends itself" in refused_to_load(tmp_path / "a.yaml")
     assert "extends itself" in refused_to_load(written(tmp_path, "extends: ./run.yaml\n"))
     (tmp_path / "b.yaml").write_text("# nothing\n")
-    assert "The key model is missing" in refused_to_load(written(tmp_path, "extends: b.yaml\n"))
+    assert "model, phases must be set" in refused_to_load(written(tmp_path, "extends: b.yaml\n"))
     assert "must be the path" in refused_to_load(written(tmp_path, "extends: [a.yaml]\n"))
     assert "none.yaml does not exist" in refused_to_load(written(tmp_path, "extends: none.yaml\n"))
 
@@ -252,10 +252,10 @@ def test_an_override_yaml_stumbles_over_is_refused_too(base, tmp_path, override)
     ("1: 2\n", "The key 1 is unknown"),
     ("[a]: 2\n", "YAML reads the key on line 1 as"),
     ("run_dir: !!python/object/apply:os.getcwd []\n", "is not valid YAML"),
-    ("seed: 3\n", "The key model is missing and has no default"),
+    ("seed: 3\n", "model, phases must be set: there is no default."),
     ("", "run.yaml is empty."),
     ("# nothing\n", "run.yaml is empty."),
-    ("model: {hidden_size: 8}\n", "The key model.vocab_size is missing and has no default"),
+    ("model: {hidden_size: 8}\n", "model.vocab_size, model.num_layers, model.num_query_heads, "),
 ])  # fmt: skip
 def test_a_wrong_file_is_named(tmp_path, text, message):
     assert message in refused_to_load(written(tmp_path, text))

@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.data.prepare_helpers import ROOT, contents, make_texts, write_lines
+from zaya_jax.data import __main__ as data_main
 from zaya_jax.data.__main__ import main
 from zaya_jax.data.prepare import shard_conversion
 from zaya_jax.data.prepare.manifest import MANIFEST
@@ -20,6 +22,7 @@ TEXTS = make_texts(40)
 # Runs the command and says which of the heavy libraries it has imported.
 LOOK = """
 import sys
+from zaya_jax.data import __main__ as data_main
 from zaya_jax.data.__main__ import main
 if __name__ == "__main__":
     status = main(sys.argv[1:])
@@ -58,12 +61,16 @@ def test_work_that_cannot_go_on_ends_the_command_with_a_sentence(call, monkeypat
     assert message in capsys.readouterr().err
 
 
-def test_prepare_suggests_a_fraction_where_it_holds_out_nothing(call, capsys):
+def test_prepare_suggests_a_fraction_where_it_holds_out_nothing(call, capsys, tmp_path):
     assert main([*call, "--heldout", "1e-9"]) == 0
     assert "No document is held out for evaluation. To hold out about 5, " in capsys.readouterr().out
     call[call.index("--output") + 1] += "-other"
     assert main([*call, "--heldout", "0.1"]) == 0
     assert "held out for evaluation" not in capsys.readouterr().out
+    call[2] = str(write_lines(tmp_path / "one.jsonl", [{"text": "the only one"}]))
+    call[call.index("--output") + 1] += "-one"
+    assert main([*call, "--heldout", "1e-9"]) == 0
+    assert "No document is held out for evaluation. Split the text" in capsys.readouterr().out
 
 
 def test_prepare_prints_what_the_folder_holds(call, tmp_path, capsys):
@@ -120,12 +127,30 @@ def test_chat_reads_messages_unless_a_field_is_named(call, tmp_path, capsys):
         assert "train: 5 documents" in capsys.readouterr().out
 
 
-def test_each_document_that_cannot_be_used_has_a_line(call, tmp_path, capsys):
-    call[2] = str(write_lines(tmp_path / "bad.jsonl", [{"x": 1}, {"x": "\x1b"}]))
+def test_each_problem_of_a_file_has_one_line_with_the_number_of_its_documents(call, tmp_path, capsys):
+    counts = {"x": 30, "\x1b": 2, "y": 1}
+    lines = [{key: 1} for key, count in counts.items() for _ in range(count)]
+    call[2:3] = [str(write_lines(tmp_path / "bad.jsonl", lines)), *(str(tmp_path / f"{name}.txt") for name in "ab")]
+    for path in call[3:5]:  # of one part of the input
+        Path(path).write_bytes(b"\xff")
     assert main(call) == 2
-    refusal = capsys.readouterr().err.splitlines()[-3:]
-    assert refusal[0].startswith("Error: 2 documents cannot be used (2 no field).")
-    assert [line.split(": ")[0] for line in refusal[1:]] == [f"  {call[2]}:1", f"  {call[2]}:2"]
+    refusal = capsys.readouterr().err.splitlines()[-6:]
+    assert refusal[0].startswith("Error: 35 documents cannot be used (33 no field, 2 not UTF-8).")
+    places = [f"{call[2]}:{line}" for line in (1, 31, 33)] + [f"{path}:1" for path in call[3:5]]
+    assert [line.split(": ")[0].strip() for line in refusal[1:]] == places
+    also = f"{', '.join(map(str, range(2, 22)))} and 9 more)", "32)", "", "", ""
+    assert [line.partition(" (also at ")[2] for line in refusal[1:]] == [*also]
+
+
+@pytest.mark.parametrize("verb", ["prepare", "tokenizer"])
+def test_only_what_goes_on_says_so_after_ctrl_c(verb, capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data_main, {"prepare": "_prepare", "tokenizer": "_train_tokenizer"}[verb], interrupted)
+    needed = {"prepare": ["--tokenizer", "t"], "tokenizer": []}[verb]
+    assert main([verb, "--input", "a", "--output", "b", *needed]) == 130
+    assert ("Rerun" in capsys.readouterr().err) == (verb == "prepare")
 
 
 def test_options_reach_the_preparation(call, tmp_path, capsys):

@@ -33,7 +33,8 @@ def test_the_shipped_suites_have_the_sampling_of_the_paper(path):
         ("tasks: [{name: a}, {name: a}]", "tasks is 'a'.* once"),
         ("tasks: [{name: ' '}]", "name is ' '"),
         ("tasks: [{nam: a}]", r"tasks\.0\.nam is unknown. Did you mean tasks\.0\.name"),
-        ("tasks: [{}]", "tasks.0.name is missing"),
+        ("tasks: [{}]", "tasks.0.name must be set"),
+        ("run_dir: runs/a", r"The key run_dir is unknown\. Allowed keys: tasks"),  # of a configuration for training
         ("task: [{name: a}]", "key task is unknown. Did you mean tasks"),
         ("tasks: [{name: a, samples: 0}]", "tasks.a.samples is 0"),
         ("tasks: [{name: a, samples: 2, temperature: 0}]", "tasks.a.temperature is 0.0.*samples is 2"),

@@ -179,7 +179,10 @@ def test_commands_change_save_and_continue_a_conversation(opened, calls, capsys,
     )
     assert main(CHAT) == 0
     out = capsys.readouterr().out
-    assert all(f"\n{command}" in out for command in ("/reset ", "/system TEXT ", "/tools FILE ", "/save FILE "))
+    assert all(
+        f"\n{command}" in out for command in ("/reset ", "/system TEXT ", "/tools FILE ", "/save FILE ", "Ctrl-D ")
+    )
+    assert out.index("Tools: 1.") < out.index("Tools: 0.")
     assert out.count(f"Saved 3 messages to {file}.") == 2  # a conversation may replace itself
     system, asked, answer = [
         {"role": "system", "content": "Be kind."},

@@ -69,7 +69,7 @@ def test_the_chat_template_is_the_one_of_training(chatting, tmp_path):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_the_files_of_init_from_are_kept_if_its_tokenizer_is_the_datas(chatting, tmp_path, same):
+def test_the_files_of_init_from_are_kept_if_its_tokenizer_is_the_datas(chatting, tmp_path, capsys, same):
     config, prepared = chatting
     origin = tmp_path / "model"
     origin.mkdir()
@@ -79,6 +79,8 @@ def test_the_files_of_init_from_are_kept_if_its_tokenizer_is_the_datas(chatting,
     (origin / "tokenizer_config.json").write_text(json.dumps({"eos_token": "mine", "chat_template": "old"}))
     (origin / "config.json").write_text(json.dumps({"eos_token_id": [7, 106]}))
     write_tokenizer(tmp_path / "run", change(config, {"init_from": f"hf:{origin}"}), prepared)
+    said = capsys.readouterr().out
+    assert said.startswith(f"Warning: init_from has another tokenizer.json, {origin}/tok") if not same else not said
     described = read(tmp_path / "run" / "tokenizer" / "tokenizer_config.json")
     assert ("mine" in described.values()) == same
     assert "chat_template" not in described

@@ -190,15 +190,14 @@ def _build(cls: type, tree: Any, where: str) -> Any:
             if is_ours and key in TRANSLATED:
                 converted = "" if where else example(key, tree[key], tree)
                 raise InputError(f"The key {unknown} is unknown. {TRANSLATED[key]}{converted}")
-            hint = did_you_mean(key, fields, _join(where, "")) or ("" if where else _suggest_full_keys(key, tree))
+            full = _suggest_full_keys(key, tree) if is_ours and not where else ""
+            hint = did_you_mean(key, fields, _join(where, "")) or full
             raise InputError(f"The key {unknown} is unknown.{hint} Allowed keys: {', '.join(fields)}.")
     hints = _type_hints(cls)
-    values = {}
-    for name, field in fields.items():
-        if name in tree:
-            values[name] = _convert(hints[name], tree[name], _join(where, name))
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise InputError(f"The key {_join(where, name)} is missing and has no default.")
+    values = {name: _convert(hints[name], tree[name], _join(where, name)) for name in fields if name in tree}
+    absent = (field for name, field in fields.items() if name not in tree)
+    if missing := [_join(where, each.name) for each in absent if each.default is each.default_factory]:  # both MISSING
+        raise InputError(f"{', '.join(missing)} must be set: there is no default.")
     return cls(**values)
 
 

@@ -11,6 +11,7 @@ from zaya_jax.run.parser import Parser
 from zaya_jax.run.typed_name import typed_name
 
 _PROGRAM = "python -m zaya_jax.data"
+_FIELD = "JSON key or column to read (default: text, or messages with --chat)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             options.run(options)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("Rerun the command to resume.") from None
+            raise KeyboardInterrupt("Rerun the command to resume." if options.verb == "prepare" else "") from None
 
     return run_command(run)
 
@@ -42,6 +43,7 @@ def _parser() -> Parser:
     arguments = "--input corpus/*.jsonl.gz --tokenizer tokenizer.json --output data/web"
     add = verb(_prepare, "prepare", "tokenize documents into shards", arguments)
     _add_inputs(add)
+    add("--field", _FIELD, metavar="NAME")
     text = "a tokenizer.json of the tokenizers library, or a folder that has one"
     add("--tokenizer", text, required=True, metavar="PATH")
     text = "new folder, or the folder of an interrupted preparation"
@@ -58,6 +60,7 @@ def _parser() -> Parser:
     arguments = "--input corpus/*.jsonl.gz --vocab-size 32768 --output tokenizer"
     add = verb(_train_tokenizer, "tokenizer", "train a tokenizer", arguments)
     _add_inputs(add)
+    add("--field", f"{_FIELD}, or one for each --input", nargs="+", metavar="NAME")
     add("--output", "new folder", required=True, type=Path, metavar="FOLDER")
     add("--vocab-size", "number of tokens (default: 32768)", type=int, default=32_768, metavar="N")
     default = ["<|im_start|>", "<|im_end|>"]
@@ -80,7 +83,6 @@ def _add_inputs(add: Callable) -> None:
     kinds = "text, .jsonl (.gz, .zst), .csv, .parquet, saved Hugging Face datasets, Megatron .bin with .idx"
     add("--input", f"files and folders: {kinds}", nargs="+", required=True, metavar="PATH")
     add("--chat", "read conversations (lists of messages, or questions with answers)", action="store_true")
-    add("--field", "JSON key or column to read (default: text, or messages with --chat)", metavar="NAME")
     text = "suffixes of text files; each file is one document (default: .txt)"
     add("--suffixes", text, nargs="+", default=[".txt"], metavar="SUFFIX")
     add("--max-bad", "maximum number of unusable documents to skip (default: 0)", type=int, default=0, metavar="N")
@@ -109,8 +111,8 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
     """Train a byte-level BPE tokenizer, and measure its compression of each source on other documents."""
     from zaya_jax.data.prepare.tokenizer_training import TrainingTexts, train_on
 
-    field = options.field or ("messages" if options.chat else "text")
-    texts = TrainingTexts(options.input, field, tuple(options.suffixes), options.bytes, options.max_bad)
+    fields = options.field or ["messages" if options.chat else "text"]
+    texts = TrainingTexts(options.input, fields, tuple(options.suffixes), options.bytes, options.max_bad)
     print(train_on(texts, options.output, options.vocab_size, options.special))
 
 

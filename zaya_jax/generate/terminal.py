@@ -19,6 +19,7 @@ _COMMANDS = {
     "/tools FILE": "offer the model the functions of a JSON file, a list as in `tools` of data; without FILE, none",
     "/save FILE": "write the conversation to a JSON file, a record that can also be trained on",
     "/load FILE": "continue a conversation that was saved",
+    "Ctrl-D": "leave",
 }
 _UNKNOWN = "\ufffd"  # of bytes that are not UTF-8, such as the first bytes of a character
 
@@ -59,7 +60,7 @@ def _run_command(chat: Chat, command: str, argument: str) -> None:
         print("The system message is set." if argument.strip() else "There is no system message.")
     elif command == "/tools":
         chat.set_tools(read_json(path) if argument.strip() else None)
-        print(f"{len(chat.tools or ())} tools.")
+        print(f"Tools: {len(chat.tools or ())}.")
     elif command == "/save":
         _save(chat, path)
     elif command == "/load":

@@ -190,8 +190,10 @@ def _compare(folder: Path, config: Config) -> None:
     (key, was, becomes), *others = differing
     rest = [other for other, *_ in others]
     listed = [*rest[:5], *([f"{len(rest) - 5} more"] if len(rest) > 5 else [])]
-    more = f" {' and '.join(filter(None, [', '.join(listed[:-1]), listed[-1]]))} also differ." if rest else ""
+    more = f" Other differences: {', '.join(listed)}." if rest else ""
     weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
+    if all(each.endswith("learning_rate") for each in (key, *rest)):
+        weights = f": with resume_from={folder} it continues that run"
     problem = f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{more}"
     restore = f"Restore the old value{'s' if rest else ''} to resume that run"
     raise InputError(f"{problem} {restore}, or choose another run_dir{weights}.")

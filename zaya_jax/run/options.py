@@ -31,7 +31,7 @@ def parse_training(arguments: Sequence[str] | None = None) -> argparse.Namespace
     if not (files := [*options.config, *named]):
         parser.error("the configuration is missing; add its file, such as configs/tiny.yaml")
     if len(files) > 1:
-        parser.error(f"{len(files)} configurations are named ({', '.join(files)}); name one")
+        parser.error(f"{len(files)} configurations are named ({', '.join(files)}); name one; overrides are KEY=VALUE")
     (options.config,) = files
     return options
 

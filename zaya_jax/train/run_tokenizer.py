@@ -8,7 +8,7 @@ from typing import Any
 from zaya_jax.config import Config
 from zaya_jax.data.chat.template import DEFAULT_TEMPLATE
 from zaya_jax.data.loading.sources import Prepared
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, printable
 from zaya_jax.run import tokenizer as names
 from zaya_jax.run.files import expanded, json_text, write_atomically
 from zaya_jax.run.tokenizer import GENERATION, TOKENIZER, TOKENIZER_CONFIG, known, special_ids
@@ -61,8 +61,12 @@ def _contents(prepared: Prepared, template: str | None, origin: Path | None) -> 
     manifest = source.manifest
     raw = (source.folder / manifest.tokenizer.file).read_bytes()
     files, ids = _texts(source.folder) | {TOKENIZER: raw.decode("utf-8")}, dict[str, Any]()
-    if origin is not None and (origin / TOKENIZER).is_file() and (origin / TOKENIZER).read_bytes() == raw:
-        files, ids = _texts(origin) | files, known(special_ids(origin))
+    if origin is not None and (origin / TOKENIZER).is_file():
+        if (origin / TOKENIZER).read_bytes() == raw:
+            files, ids = _texts(origin) | files, known(special_ids(origin))
+        else:
+            problem = f"init_from has another tokenizer.json, {origin / TOKENIZER}, whose token ids may differ"
+            print(printable(f"Warning: {problem} from those of the data. Prepare the data with it."))
 
     eos = manifest.eos or manifest.eot
     settings = names.tokenizer_settings(manifest.bos, eos, manifest.eot)

@@ -37,7 +37,7 @@ def test_the_command_trains_measures_and_writes_what_prepare_and_training_read(s
     assert columns.split()[-1] == "bytes/token"
     assert [line.split()[0] for line in (web, code)] == sources
     for line, source in ((web, sources[0]), (code, sources[1])):
-        texts = TrainingTexts([source], "text")
+        texts = TrainingTexts([source], ["text"])
         trained = list(texts)
         (each,) = texts.sources
         assert len(trained) + len(each.measured) == 600  # and no text is in both
@@ -58,9 +58,9 @@ def test_the_command_trains_measures_and_writes_what_prepare_and_training_read(s
 
 
 def test_of_a_large_input_a_part_of_each_source_is_trained_on(sources):
-    whole = TrainingTexts(sources, "text")
+    whole = TrainingTexts(sources, ["text"])
     size = sum(unit.bytes for source in whole.sources for unit in source.units)
-    half = TrainingTexts(sources, "text", most_bytes=size // 2)
+    half = TrainingTexts(sources, ["text"], most_bytes=size // 2)
     assert {*half} < {*whole}
     for each, other in zip(half.sources, whole.sources, strict=True):
         assert each.measured == other.measured
@@ -71,10 +71,10 @@ def test_conversations_are_trained_on_without_their_form(tmp_path):
     said = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "reasoning": "Add.", "content": "5"}]
     lines = [{"messages": said}, {"instruction": "Say hi.", "output": "hi"}, {"messages": [{"role": "user"}]}, {"a": 1}]
     path = write_lines(tmp_path / "in.jsonl", lines)
-    texts = TrainingTexts([str(path)], "messages", max_bad=2)
+    texts = TrainingTexts([str(path)], ["messages"], max_bad=2)
     assert list(texts) == ["2 + 3?", "Add.", "5", "Say hi.", "hi"]
     assert texts.check() == "Left out: 2 documents (1 not a conversation, 1 no field)."
-    strict = TrainingTexts([str(path)], "messages", max_bad=1)
+    strict = TrainingTexts([str(path)], ["messages"], max_bad=1)
     list(strict)
     with pytest.raises(
         InputError, match=rf"^2 documents cannot be used .*; the first is {path}:3: message 1 has a content"
@@ -89,12 +89,23 @@ def test_conversations_are_trained_on_without_their_form(tmp_path):
 ])  # fmt: skip
 def test_what_has_no_tokens_is_refused_and_leaves_nothing(sources, tmp_path, size, special, message):
     with pytest.raises(InputError, match=message):
-        train_on(TrainingTexts(sources, "text"), tmp_path / "out", size, special)
+        train_on(TrainingTexts(sources, ["text"]), tmp_path / "out", size, special)
     assert not (tmp_path / "out").exists()
+
+
+def test_each_source_is_read_by_its_own_field(tmp_path):
+    talk = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]}
+    inputs = {"body": {"body": "a body", "text": "b"}, "messages": talk, "text": {"body": "c", "text": "a text"}}
+    paths = [str(write_lines(tmp_path / f"{name}.jsonl", [record] * 3)) for name, record in inputs.items()]
+    texts = TrainingTexts(paths, list(inputs))
+    assert list(texts) == [*["a body"] * 3, *["Hi.", "Hello."] * 3, *["a text"] * 3]
+    for fields in ([], ["body", "text"]):
+        with pytest.raises(InputError, match=r"^--field is '.*', but must be one name, or one for each --input"):
+            TrainingTexts(paths, fields)
 
 
 def test_inputs_without_a_text_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": ""}))
     with pytest.raises(InputError, match=r"^The inputs contain no document to train on: "):
-        train_on(TrainingTexts([str(path)], "text", max_bad=1), tmp_path / "out", 300)
+        train_on(TrainingTexts([str(path)], ["text"], max_bad=1), tmp_path / "out", 300)

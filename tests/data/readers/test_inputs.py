@@ -190,7 +190,7 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
         (["x" * 300], "File name too long"),
         (
             ["code.xyz"],
-            r"code\.xyz has an unknown suffix; .* \.jsonl, .*\.json\.gz, .*\.zst, .*\.parquet, .*\.txt",
+            r"code\.xyz has an unknown suffix; .* \.jsonl, .*\.json\.gz, .*\.parquet, .*\.txt.* pass --suffixes",
         ),
         (["empty.jsonl"], r"empty\.jsonl is empty"),
         (["empty.txt"], r"empty\.txt is empty"),
@@ -242,7 +242,10 @@ def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text_si
     for name in (*compressed, "00.jsonl.zst", "notes.zst", "dataset_infos.json"):
         touch(tmp_path / name)
     assert sorted(names(list_units([tmp_path]), tmp_path)) == sorted([*compressed, "00.jsonl.zst"])
-    assert "data: 2 items of the input not read: 1 .json, 1 .zst. Known suffixes" in capsys.readouterr().err
+    assert (
+        "data: 2 items of the input not read: 1 .json, 1 .zst. For other text files pass --suffixes"
+        in capsys.readouterr().err
+    )
     lines = touch(tmp_path / "lines.json", b'{"text": "a"}\n{"text": "b"}\n')
     assert [unit.format for unit in list_units([lines])] == ["jsonl"]
     with pytest.raises(InputError, match=r"lines\.json has one JSON object per line, .* Name it \.jsonl"):

@@ -109,5 +109,5 @@ def _check_sources(config: Config, sources: dict[str, Source]) -> None:
         raise InputError(f"None of the sources ({named}) {problem}.")
     read = {name for phase in config.phases for name in phase.mixture or sources}
     if not any(sources[name].manifest.heldout.documents for name in read):
-        why = "so there is nothing to evaluate; prepare one with a larger --heldout."
+        why = "so there is nothing to evaluate; prepare one with a larger --heldout, or more documents."
         raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, {why}")

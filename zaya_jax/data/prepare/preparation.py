@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from zaya_jax.data.prepare.manifest import (
     json_digest,
     read_manifest,
 )
-from zaya_jax.data.prepare.shard_conversion import EXAMPLES, Conversion, UnitNote, read_note, remove_notes, save_lengths
+from zaya_jax.data.prepare.shard_conversion import Conversion, UnitNote, examples, read_note, remove_notes, save_lengths
 from zaya_jax.data.prepare.shards import token_dtype
 from zaya_jax.data.readers.documents import Unit
 from zaya_jax.data.readers.inputs import list_units, load_format
@@ -144,8 +143,8 @@ def write_merged(
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
     shards = [[*([e.digest, e.documents] for e in s.shards), [s.lengths.digest]] for s in splits.values()]
     content = content or json_digest(kind, dtype, list(special), tokenizer.digest, shards)
-    examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
-    found: dict[str, Any] = {**splits, "counts": dict(counts), "examples": examples, "extras": tuple(extras)}
+    shown = tuple(examples(notes))
+    found: dict[str, Any] = {**splits, "counts": dict(counts), "examples": shown, "extras": tuple(extras)}
     found |= {**special._asdict(), "unread_files": unread or {}, "unread_keys": dict(keys.most_common())}
     manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, **found)
     write_atomically(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
@@ -305,10 +304,11 @@ def summary(folder: Path, manifest: Manifest) -> str:
                 "or strips or changes them. Bits per byte do not count them; a byte-level tokenizer or one with byte "
                 "fallback keeps all text."
             )
-    if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
+    if manifest.heldout.documents == 0 and (count := manifest.train.documents):
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
-        advice = f"prepare into another --output with --heldout {fraction:.1g}."
-        lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, {advice}")
+        more = f"To hold out about {count * fraction:.0f}, prepare into another --output with --heldout {fraction:.1g}."
+        advice = more if count > 1 else "Split the text: each file, or line of a .jsonl file, is one document."
+        lines.append(f"  No document is held out for evaluation. {advice}")
     keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread_keys.items())
     lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]

@@ -6,6 +6,7 @@ written last, so interrupted work resumes by skipping units that have a note.
 
 import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.writing import PARTIAL, remove
 
-EXAMPLES = 20  # maximum number of skipped documents that the manifest lists
+_MOST_EXAMPLES = 20  # problems that messages and the manifest list
 
 _REPORT_EVERY = 1 << 20  # bytes of input between progress reports
 
@@ -63,7 +64,8 @@ class UnitNote:
     text_bytes: Counter[Split] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)  # reason → number of unusable documents
     outcomes: Counter[str] = field(default_factory=Counter)  # outcome → number of other documents
-    examples: list[str] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)  # the first document with each problem of a file
+    alike: dict[str, list[int]] = field(default_factory=dict)  # example → number of others, lines of the first of them
     lost_bytes: Counter[Split] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)  # key that is not read → number of its uses
 
@@ -109,16 +111,25 @@ class Conversion:
         for note in done:
             skipped.update(note.skipped)
         if (count := skipped.total()) > self.limit:
-            examples = [example for note in done for example in note.examples]
             allowed = f", but at most {self.limit} may be skipped" if self.limit else ""
-            lines = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
-            lines += f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
+            shown = examples(done)
+            lines = "".join(f"\n  {example}" for example in shown)
+            lines += f"\n  and {rest} more" if (rest := count - sum(shown.values())) else ""
             # Skipping all documents would leave nothing; other tasks may have usable ones.
             is_all = len(numbers) == len(self.units) and not _count_usable(done) and "{count}" in self.advice
             advice = "Fix them: no document can be used." if is_all else self.advice.replace("{count}", str(count))
             problem = f"{counted(count, 'document')} cannot be used ({list_counts(skipped)}){allowed}"
             raise InputError(f"{problem}. {advice}{lines}")
         return done
+
+
+def examples(notes: Iterable[UnitNote]) -> dict[str, int]:
+    """Return a sentence for each of the first problems → the number of documents that have it."""
+    sentences = dict[str, int]()
+    for example, (more, *lines) in ((each, note.alike.get(each, [0])) for note in notes for each in note.examples):
+        rest = f" and {more - len(lines):,} more" if more > len(lines) else ""
+        sentences[example + (f" (also at {', '.join(map(str, lines))}{rest})" if more else "")] = 1 + more
+    return dict(itertools.islice(sentences.items(), _MOST_EXAMPLES))
 
 
 def _count_usable(notes: list[UnitNote]) -> int:
@@ -158,12 +169,17 @@ def _note_path(folder: Path, number: int) -> Path:
 
 def _usable(results: Iterable[T | BadDocument], job: Job, add: Callable[[int], None], note: UnitNote) -> Iterator[T]:
     """Yield the usable results of a unit; note the others and report progress."""
-    read = reported = 0
+    read, reported, first = 0, 0, dict[tuple[str, str], str]()
     for result in results:
         if isinstance(result, BadDocument):
             note.skipped[result.reason] += 1
-            if len(note.examples) < EXAMPLES:
-                note.examples.append(f"{result.file}:{result.line}: {result.reason}: {result.detail}")
+            key = result.file, f"{result.reason}: {result.detail}"
+            if key in first:
+                more, *lines = note.alike.get(first[key], [0])
+                note.alike[first[key]] = [more + 1, *[*lines, result.line][:_MOST_EXAMPLES]]
+            elif len(note.examples) < _MOST_EXAMPLES:
+                first[key] = f"{result.file}:{result.line}: {key[1]}"
+                note.examples.append(first[key])
             continue
         yield result
         read += result.read if isinstance(result, Record) else result

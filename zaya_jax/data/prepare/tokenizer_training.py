@@ -29,6 +29,7 @@ _MOST_MEASURED = 10_000_000  # bytes measured of a source
 class _Source:
     name: str
     units: list[Unit]
+    key: str  # JSON key or column
     trained: int = 0  # documents
     measured: list[str] = field(default_factory=list)
     measured_bytes: int = 0
@@ -40,27 +41,29 @@ class TrainingTexts:
     def __init__(
         self,
         inputs: Sequence[str],
-        field: str,
+        fields: Sequence[str],
         suffixes: tuple[str, ...] = (".txt",),
         most_bytes: int = 10**9,
         max_bad: int = 0,
     ) -> None:
         """List the inputs, each of which is a source; `InputError` if one cannot be used.
 
-        `field` is a JSON key or column; the messages of a conversation are separate texts. Of more than `most_bytes` of
-        input, a part of each source is trained on. Iterating ends after `max_bad` documents that cannot be used.
+        `fields` are JSON keys or columns: one, or one for each input. Messages of a conversation are separate texts. Of
+        more than `most_bytes` of input, a part of each source is trained on. Iterating ends after `max_bad` bad ones.
         """
         require(most_bytes > 0, "--bytes", most_bytes, "greater than 0")
         require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
-        self.sources = [_Source(path, list_units([path], suffixes=suffixes)) for path in inputs]
+        require(len(fields) in (1, len(inputs)), "--field", " ".join(fields), "one name, or one for each --input")
+        pairs = zip(inputs, list(fields) * (len(inputs) // len(fields)), strict=True)
+        self.sources = [_Source(path, list_units([path], suffixes=suffixes), key) for path, key in pairs]
         total = sum(unit.bytes for source in self.sources for unit in source.units)
         self.share = min(1.0, most_bytes / max(total, 1))  # of the documents that are not measured
-        self._field, self._max_bad, self._bad, self._first = field, max_bad, Counter[str](), ""
+        self._max_bad, self._bad, self._first = max_bad, Counter[str](), ""
 
     def __iter__(self) -> Iterator[str]:
         for source in self.sources:
             for unit in source.units:
-                for entry in read_unit(unit, field=self._field):
+                for entry in read_unit(unit, field=source.key):
                     if self._bad.total() > self._max_bad:
                         return  # `check` raises
                     yield from self._texts(source, entry)

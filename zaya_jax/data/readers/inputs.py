@@ -89,7 +89,7 @@ def list_units(
     unread.update("empty" for file in files if file.path not in read)
     if unread:
         left_out = f"{counted(unread.total(), 'item')} of the input not read: {list_counts(unread)}"
-        print(f"data: {left_out}. Known suffixes are {_known(suffixes)}.", file=sys.stderr)
+        print(f"data: {left_out}. For other text files pass --suffixes.", file=sys.stderr)
     if raw := sum(file.format == "text" and file.path.endswith(".json") for file in files):
         print(f"data: {counted(raw, '.json file')} read as plain text, one document each.", file=sys.stderr)
     return units
@@ -99,8 +99,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     if os.path.isdir(path):
         files = list(_walk(path, suffixes, unread))
         if not any(file.bytes for file in files):
-            known = f"{_known(suffixes)}. For other text files pass --suffixes, such as --suffixes .py .md."
-            raise InputError(f"The folder {path} contains no non-empty file with a known suffix: {known}")
+            raise InputError(f"The folder {path} contains no non-empty file with a known suffix: {_known(suffixes)}")
         return files
     if path.name.endswith(".idx"):
         path = path.with_name(path.name.removesuffix(".idx") + ".bin")
@@ -112,7 +111,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...], unread: Counter[str]) -> 
     kind = _format(path.name, suffixes) or _NAMED.get(path.suffix)
     file = _file(path, kind or "text")
     if kind is None:
-        raise InputError(f"The file {path} has an unknown suffix; known suffixes are {_known(suffixes)}.")
+        raise InputError(f"The file {path} has an unknown suffix; known ones are {_known(suffixes)}")
     if not file.bytes:
         raise InputError(f"The file {path} is empty; leave it out.")
     if kind == "jsonl" and path.suffix == ".json" and not (is_list(str(path)) or _has_objects(path, 1)):
@@ -219,7 +218,8 @@ def _format(name: str, suffixes: tuple[str, ...]) -> str | None:
 
 def _known(suffixes: tuple[str, ...]) -> str:
     found = ", ".join([*itertools.chain(*FORMATS.values()), *suffixes])
-    return f"{found} and, of files that are named, {', '.join(_NAMED)}"
+    advice = "For other text files pass --suffixes, such as --suffixes .py .md."
+    return f"{found} and, of files that are named, {', '.join(_NAMED)}. {advice}"
 
 
 def _has_objects(path: Path, count: int) -> bool:
