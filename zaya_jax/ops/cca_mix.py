@@ -179,7 +179,8 @@ def _previous(delayed_bsx: jax.Array, segments_bs: jax.Array, halo: Halo, start_
     return jnp.where((segment_before == segments_bs)[:, :, None], before, start)
 
 
-def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -> str:
+def unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -> str:
+    """Return why the kernels do not support these arguments; '' if they do."""
     if reason := other_dtypes("the mix", x.packed_bsy):
         return reason
     weights, c, pairs = x.weights, x.weights.depthwise_bias_nc.shape[1], x.rotary[0].shape[2]
@@ -199,9 +200,8 @@ def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -
     return ""
 
 
-def _kernel(
-    forward: Callable[..., Any], architecture: Architecture, x: MixInputs, _parts: MixParts = ALL_PARTS
-) -> Heads:
+def mix_arrays(x: MixInputs) -> MixArrays:
+    """Return the arrays as kernels take them."""
     packed_bsy, halo, segments_bs, rotary, weights, delayed_start_x = x
     dtype = packed_bsy.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
@@ -214,8 +214,13 @@ def _kernel(
     start = None if delayed_start_x is None else delayed_start_x.astype(dtype)
     cos, sin = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in rotary)
     packed_bsmc = packed_bsy.reshape(*packed_bsy.shape[:2], -1, weights.depthwise_bias_nc.shape[1])
-    arrays = MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start)
-    return _mix(architecture, forward, arrays)
+    return MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start)
+
+
+def _kernel(
+    forward: Callable[..., Any], architecture: Architecture, x: MixInputs, _parts: MixParts = ALL_PARTS
+) -> Heads:
+    return _mix(architecture, forward, mix_arrays(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -223,13 +228,13 @@ def _mix(architecture: Architecture, forward: Callable[..., Any], x: MixArrays) 
     return _mix_forward(architecture, forward, x)[0]
 
 
-def _rounded(x: MixArrays) -> MixArrays:
+def rounded_matrices(x: MixArrays) -> MixArrays:
     """Cast the grouped convolution's weights to the dtype of the projections, since matmuls need equal dtypes."""
     return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype))
 
 
 def _mix_forward(architecture: Architecture, forward: Callable[..., Any], x: MixArrays) -> tuple[Any, Any]:
-    results = forward(_rounded(x), architecture=architecture)
+    results = forward(rounded_matrices(x), architecture=architecture)
     q, k, v, inverse = checkpoint_name(results, MATMUL_OUTPUT)
     return (q, k, v), (x, (q, k, inverse))
 
@@ -238,7 +243,7 @@ def _mix_backward(
     architecture: Architecture, _forward: Any, saved: tuple[MixArrays, Any], cotangents: tuple[jax.Array, ...]
 ) -> tuple[MixArrays]:
     x, results = saved
-    gradients = cca_mix_backward(_rounded(x), results, cotangents, architecture=architecture)
+    gradients = cca_mix_backward(rounded_matrices(x), results, cotangents, architecture=architecture)
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
     rounded: Any = (None if g is None or part is None else g.astype(part.dtype)
                     for g, part in zip(gradients, x, strict=True))  # fmt: skip
@@ -268,7 +273,8 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
     return {"cca_mix": Check(run, (Input((2, ROWS, (n + k) * c)), *weights), 1)}
 
 
-def _shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
+def mix_shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
+    """Return tokens, then heads, channels, key heads and taps."""
     (b, s, _y), weights = x.packed_bsy.shape, x.weights
     taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
     return b * s, *weights.depthwise_bias_nc.shape, weights.temperature_k.shape[0], *taps
@@ -276,6 +282,6 @@ def _shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
 
 _BACKWARD = "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"
 _FORWARD = {"pallas": ("cca_mix", mix_forward), "pallas_by_head": ("cca_mix_by_head", cca_mix_by_head)}
-_KERNELS = [Kernel(name, functools.partial(_kernel, forward), _unsupported, (tiles, *_BACKWARD))
+_KERNELS = [Kernel(name, functools.partial(_kernel, forward), unsupported, (tiles, *_BACKWARD))
             for name, (tiles, forward) in _FORWARD.items()]  # fmt: skip
-CCA_MIX = Operation("cca_mix", cca_mix, _checks, tuple(_KERNELS), shape=_shape)
+CCA_MIX = Operation("cca_mix", cca_mix, _checks, tuple(_KERNELS), shape=mix_shape)
