@@ -30,7 +30,7 @@ KERNELS = {
                          "grouped_outer", "grouped_product_transposed"],
     "cca_mix of a decode": ["cca_mix_step"],
     "router of a decode": ["router_step"],
-    "experts of a decode": ["grouped_swiglu", "grouped_product"],
+    "experts of a decode": ["class_sort", "grouped_swiglu", "grouped_product"],  # XLA drops the unused sort
     "gram_polynomial": ["gram", "gram_polynomial"],
     "muon": ["gram", "gram_polynomial"],
 }  # fmt: skip

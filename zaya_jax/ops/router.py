@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import router_step as step_kernel
-from pallas_kernels.tiles import Architecture
+from pallas_kernels.tiles import Architecture, platform
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.norm import rms_norm
@@ -112,13 +112,15 @@ def router_step(
     return *choose_class(probability, bias_c, real_bs), state
 
 
-def _step_unsupported(_architecture: str, projected: Any, state: Any, weights: RouterWeights, *_: Any) -> str:
+def _step_unsupported(architecture: Architecture, projected: Any, state: Any, weights: RouterWeights, *_: Any) -> str:
     if weights.hidden1_rr is None or weights.hidden2_rr is None:
         return "The router_step kernel needs two hidden layers."
     (r, classes), exact = weights.output_rc.shape, {projected.dtype, state.dtype} == {jnp.dtype(jnp.float32)}
     if not exact or r & (r - 1) or not 16 <= r <= 512 or classes > 64:
         needs = "a state in float32 of 16 to 512 elements, a power of two, and at most 64 classes"
         return f"The router_step kernel needs {needs}, not {r} elements in {state.dtype} and {classes} classes."
+    if weights.output_rc.dtype == jnp.float32 and platform(architecture) == "cuda":
+        return "The router_step kernel supports no float32 on NVIDIA GPUs, where its registers would spill."
     return other_dtypes("router_step", weights.hidden1_rr, weights.hidden2_rr, weights.output_rc)
 
 
