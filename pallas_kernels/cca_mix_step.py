@@ -39,7 +39,7 @@ def cca_mix_step(
 def _kernel(
     x: Any, _k: Any, _v: Any, slot_ref: Any, q_ref: Any, kept: Any, *, rows: int, depth: int, architecture: Architecture
 ) -> None:
-    (b, _, n, num_kv, c, half, _), (k_ref, v_ref, u_ref, delayed_ref) = sizes_of(x), kept
+    (b, _tokens, n, num_kv, c, half, _halo), (k_ref, v_ref, u_ref, delayed_ref) = sizes_of(x), kept
     head, row, channel = pl.program_id(0), pl.program_id(1) * rows + span(0, rows), span(0, c)
     # Rows past the end read the last one, and write nothing.
     batch, now, inside = jnp.minimum(row, b - 1), jnp.zeros_like(row), row < b

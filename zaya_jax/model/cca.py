@@ -70,16 +70,16 @@ class CCA(Attention):
             rotary = context.rotary[self.layer.rope_base]
             x = MixInputs(packed_bsy, halo, context.segments_bs, rotary, self._weights(), delayed_bias)
             parts = MixParts(config.query_key_mean, config.value_shift)
-            stepped = cache is not None and h_bsd.shape[1] == 1 and ops.cca_mix_step is not None
-            if stepped:
+            step = ops.cca_mix_step if h_bsd.shape[1] == 1 else None
+            if cache is None or step is None:
+                q, k, v = ops.cca_mix(x, parts)
+            else:
                 slots, places = cache.kv.k_btx.shape[1], context.key_segments_bt.shape[1]
                 slot_b = step_slot(context.segments_bs, context.length_b, slots, places)
-                q, (k_btx, v_btx, *state) = ops.cca_mix_step(x, parts, *cache.kv, slot_b)
-                cache, k, v = CCACache(KeyValues(k_btx, v_btx), *state), None, None
-            else:
-                q, k, v = ops.cca_mix(x, parts)
+                (q, (*kv, u_bwnc, delayed_b1x)), k, v = step(x, parts, *cache.kv, slot_b), None, None
+                cache = CCACache(KeyValues(*kv), u_bwnc, delayed_b1x)
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
-        if cache is not None and kv is not None and not stepped:
+        if cache is not None and kv is not None and k is not None:
             cache = cache.advance(kv, u_bsnc, delayed_bsx, count_kept(context.segments_bs))
         return out_bsd, cache
 

@@ -124,11 +124,11 @@ def _step_unsupported(architecture: Architecture, projected: Any, state: Any, we
     return other_dtypes("router_step", weights.hidden1_rr, weights.hidden2_rr, weights.output_rc)
 
 
-def _step(
-    architecture: Architecture, projected: Any, state: Any, weights: Any, eps: float, _: Any, bias: Any, real: Any
-) -> tuple[jax.Array, ...]:
-    rows = *(array.reshape(-1, array.shape[-1]) for array in (projected, state)), weights, bias
-    each = step_kernel.router_step(*rows, real.reshape(-1).astype(jnp.int32), eps=eps, architecture=architecture)
+def _step(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, ...]:
+    projected, state, weights, eps, _dtype, bias, real = arguments
+    projected, state = (array.reshape(-1, array.shape[-1]) for array in (projected, state))
+    tokens: Any = weights, bias, real.reshape(-1).astype(jnp.int32)
+    each = step_kernel.router_step(projected, state, *tokens, eps=eps, architecture=architecture)
     return tuple(x.reshape(*real.shape, *x.shape[1:]) for x in each)
 
 
