@@ -179,8 +179,7 @@ def _previous(delayed_bsx: jax.Array, segments_bs: jax.Array, halo: Halo, start_
     return jnp.where((segment_before == segments_bs)[:, :, None], before, start)
 
 
-def unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -> str:
-    """Return why the kernels do not support these arguments; '' if they do."""
+def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -> str:
     if reason := other_dtypes("the mix", x.packed_bsy):
         return reason
     weights, c, pairs = x.weights, x.weights.depthwise_bias_nc.shape[1], x.rotary[0].shape[2]
@@ -228,13 +227,13 @@ def _mix(architecture: Architecture, forward: Callable[..., Any], x: MixArrays) 
     return _mix_forward(architecture, forward, x)[0]
 
 
-def rounded_matrices(x: MixArrays) -> MixArrays:
+def _rounded(x: MixArrays) -> MixArrays:
     """Cast the grouped convolution's weights to the dtype of the projections, since matmuls need equal dtypes."""
     return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype))
 
 
 def _mix_forward(architecture: Architecture, forward: Callable[..., Any], x: MixArrays) -> tuple[Any, Any]:
-    results = forward(rounded_matrices(x), architecture=architecture)
+    results = forward(_rounded(x), architecture=architecture)
     q, k, v, inverse = checkpoint_name(results, MATMUL_OUTPUT)
     return (q, k, v), (x, (q, k, inverse))
 
@@ -243,7 +242,7 @@ def _mix_backward(
     architecture: Architecture, _forward: Any, saved: tuple[MixArrays, Any], cotangents: tuple[jax.Array, ...]
 ) -> tuple[MixArrays]:
     x, results = saved
-    gradients = cca_mix_backward(rounded_matrices(x), results, cotangents, architecture=architecture)
+    gradients = cca_mix_backward(_rounded(x), results, cotangents, architecture=architecture)
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
     rounded: Any = (None if g is None or part is None else g.astype(part.dtype)
                     for g, part in zip(gradients, x, strict=True))  # fmt: skip
@@ -273,8 +272,7 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
     return {"cca_mix": Check(run, (Input((2, ROWS, (n + k) * c)), *weights), 1)}
 
 
-def mix_shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
-    """Return tokens, then heads, channels, key heads and taps."""
+def _shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
     (b, s, _y), weights = x.packed_bsy.shape, x.weights
     taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
     return b * s, *weights.depthwise_bias_nc.shape, weights.temperature_k.shape[0], *taps
@@ -282,6 +280,6 @@ def mix_shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
 
 _BACKWARD = "cca_mix_backward_norm", "cca_mix_backward_rows", "cca_mix_backward_matrices"
 _FORWARD = {"pallas": ("cca_mix", mix_forward), "pallas_by_head": ("cca_mix_by_head", cca_mix_by_head)}
-_KERNELS = [Kernel(name, functools.partial(_kernel, forward), unsupported, (tiles, *_BACKWARD))
+_KERNELS = [Kernel(name, functools.partial(_kernel, forward), _unsupported, (tiles, *_BACKWARD))
             for name, (tiles, forward) in _FORWARD.items()]  # fmt: skip
-CCA_MIX = Operation("cca_mix", cca_mix, _checks, tuple(_KERNELS), shape=mix_shape)
+CCA_MIX = Operation("cca_mix", cca_mix, _checks, tuple(_KERNELS), shape=_shape)

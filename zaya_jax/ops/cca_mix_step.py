@@ -10,18 +10,7 @@ from pallas_kernels import cca_mix_step as step_kernel
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.cached_attention import count_kept, last_rows, write_slots
-from zaya_jax.ops.cca_mix import (
-    Halo,
-    MixInputs,
-    MixParts,
-    MixWeights,
-    cca_mix,
-    mix_arrays,
-    mix_shape,
-    rounded_matrices,
-    unpacked,
-)
-from zaya_jax.ops.cca_mix import unsupported as mix_unsupported
+from zaya_jax.ops.cca_mix import CCA_MIX, Halo, MixInputs, MixParts, MixWeights, cca_mix, mix_arrays, unpacked
 from zaya_jax.ops.operation import Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -40,10 +29,8 @@ def cca_mix_step(x: MixInputs, parts: MixParts, k_btx: jax.Array, v_btx: jax.Arr
     halo: Any = x.halo
     num_kv, (heads, c) = x.weights.temperature_k.shape[0], x.weights.depthwise_bias_nc.shape
     u, _, delayed = unpacked(x.packed_bsy, heads, num_kv, c)
-    k_btx, v_btx = (
-        write_slots(old, heads_bskc.reshape(*heads_bskc.shape[:2], -1), slot_b[:, None])
-        for old, heads_bskc in zip((k_btx, v_btx), new, strict=True)
-    )
+    k_btx, v_btx = (write_slots(old, y.reshape(*y.shape[:2], -1), slot_b[:, None])
+                    for old, y in zip((k_btx, v_btx), new, strict=True))  # fmt: skip
     states, kept_b = ((halo.u_bwnc, u), (halo.delayed_b1x, delayed)), count_kept(x.segments_bs)
     return q, (k_btx, v_btx, *(last_rows(*state, kept_b) for state in states))
 
@@ -51,12 +38,14 @@ def cca_mix_step(x: MixInputs, parts: MixParts, k_btx: jax.Array, v_btx: jax.Arr
 def _unsupported(architecture: str, x: MixInputs, parts: MixParts, *_cache: jax.Array) -> str:
     if x.halo is None or not x.halo.u_bwnc.shape[1] or x.packed_bsy.shape[1] != 1:
         return "The cca_mix_step kernel needs one token a row, and convolutions that reach at least one token back."
-    return mix_unsupported(architecture, x, parts).replace("cca_mix kernel", "cca_mix_step kernel")
+    return CCA_MIX.kernels[0].supports(architecture, x, parts).replace("cca_mix kernel", "cca_mix_step kernel")
 
 
 def _kernel(architecture: Architecture, x: MixInputs, _parts: MixParts, *cache: jax.Array) -> Stepped:
-    halo: Any = x.halo
-    arrays = rounded_matrices(mix_arrays(x))._replace(halo_u_bwnc=halo.u_bwnc, halo_delayed_b1x=halo.delayed_b1x)
+    halo, arrays = x.halo, mix_arrays(x)
+    arrays = arrays._replace(grouped_wncc=arrays.grouped_wncc.astype(x.packed_bsy.dtype))
+    if halo is not None:  # as it is, to be advanced in place
+        arrays = arrays._replace(halo_u_bwnc=halo.u_bwnc, halo_delayed_b1x=halo.delayed_b1x)
     return step_kernel.cca_mix_step(arrays, *cache, architecture=architecture)
 
 
@@ -83,4 +72,4 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
 
 
 _KERNEL = Kernel("pallas", _kernel, _unsupported, ("cca_mix_step",))
-CCA_MIX_STEP = Operation("cca_mix_step", cca_mix_step, _checks, (_KERNEL,), shape=mix_shape)
+CCA_MIX_STEP = Operation("cca_mix_step", cca_mix_step, _checks, (_KERNEL,), shape=CCA_MIX.shape)

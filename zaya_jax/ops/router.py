@@ -156,11 +156,12 @@ ROUTER = Operation("router", router, _checks)
 def _step_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     """Return a check whose bias forces a choice, since rounding may decide between classes that are about as likely."""
     rows, classes = 32, jnp.arange(model.num_experts + 1)
-    few = _checks(model, training, jnp.where(classes == 1, 10.0, 0.0), jnp.arange(rows) % 5 != 0)
-    return {f"{name}_step": check._replace(inputs=(*(x._replace(shape=(rows, *x.shape[1:])) for x in check.inputs[:2]),
-                                                   *check.inputs[2:]), rows=0, gradient=False)
-            for name, check in few.items()}  # fmt: skip
+    checks = _checks(model, training, jnp.where(classes == 1, 10.0, 0.0), jnp.arange(rows) % 5 != 0)
+    few = [Input((rows, model.router_size))] * 2
+    return {name: check._replace(inputs=(*few, *check.inputs[2:]), rows=0, gradient=False)
+            for name, check in checks.items()}  # fmt: skip
 
 
 _STEP = Kernel("pallas", _step, _step_unsupported, ("router_step",))
-ROUTER_STEP = Operation("router_step", router_step, _step_checks, (_STEP,), shape=lambda x, *_: x.shape[-2:])
+ROUTER_STEP = Operation("router_step", router_step, _step_checks, (_STEP,),
+                        shape=lambda x, *_: (x.size // x.shape[-1], x.shape[-1]))  # fmt: skip
