@@ -93,7 +93,8 @@ def test_skipped_tokens_weigh_nothing():
     routing = route(with_bias([0] * E + [3]), h, state)
     assert (routing.expert_bs == E).all()
     assert not np.any(routing.weight_bs)
-    gradient = jit(jax.grad(lambda h: with_bias([0] * E + [3])(h, state, LOCAL).weight_bs.sum()))(h)
+    real = np.ones(h.shape[:2], bool)
+    gradient = jit(jax.grad(lambda h: with_bias([0] * E + [3])(h, state, real, LOCAL).weight_bs.sum()))(h)
     assert not np.any(gradient)
 
 
