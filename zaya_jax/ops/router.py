@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import router_step as step_kernel
@@ -155,8 +156,8 @@ ROUTER = Operation("router", router, _checks)
 
 def _step_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     """Return a check whose bias forces a choice, since rounding may decide between classes that are about as likely."""
-    rows, classes = 32, jnp.arange(model.num_experts + 1)
-    checks = _checks(model, training, jnp.where(classes == 1, 10.0, 0.0), jnp.arange(rows) % 5 != 0)
+    rows, classes = 32, np.arange(model.num_experts + 1)
+    checks = _checks(model, training, np.where(classes == 1, np.float32(10), 0), np.arange(rows) % 5 != 0)
     few = [Input((rows, model.router_size))] * 2
     return {name: check._replace(inputs=(*few, *check.inputs[2:]), rows=0, gradient=False)
             for name, check in checks.items()}  # fmt: skip
