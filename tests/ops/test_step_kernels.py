@@ -56,8 +56,8 @@ def drawn(seed, dtype, *shapes):
 
 
 @DTYPES
-@settings(max_examples=3)
-@given(seed=seeds(), rows=st.integers(1, 40), allowed=st.lists(st.integers(0, 4), min_size=1, max_size=3))
+@settings(max_examples=2)
+@given(seed=seeds(), rows=st.sampled_from((1, 19)), allowed=st.lists(st.integers(0, 4), min_size=1, max_size=3))
 @example(seed=0, rows=MOST_UNSORTED, allowed=[3])  # all skip
 @example(seed=0, rows=MOST_UNSORTED, allowed=[1])  # several tiles of one expert
 def test_experts_of_few_tokens(dtype, seed, rows, allowed):
@@ -82,8 +82,8 @@ def router_arguments(seed, dtype, rows, classes, r=32):
 
 
 @DTYPES
-@settings(max_examples=3)
-@given(seed=seeds(), rows=st.integers(1, 40), classes=st.integers(2, 20))
+@settings(max_examples=2)
+@given(seed=seeds(), rows=st.sampled_from((1, 19)), classes=st.integers(2, 20))
 def test_the_router(dtype, seed, rows, classes):
     rng = np.random.default_rng(seed)
     arguments, bias = router_arguments(seed, dtype, rows, classes), rng.permutation(classes).astype(np.float32)
@@ -110,9 +110,9 @@ def test_probabilities_decide_and_ties_go_to_the_lowest_class():
 
 
 @DTYPES
-@settings(max_examples=3)
-@given(seed=seeds(), rows=st.integers(1, 36), taps=st.tuples(*[st.integers(1, 3)] * 2).filter(lambda x: sum(x) > 2),
-       bias=st.booleans())  # fmt: skip
+@settings(max_examples=2)
+@given(seed=seeds(), rows=st.sampled_from((1, 19)), bias=st.booleans(),
+       taps=st.tuples(*[st.integers(1, 3)] * 2).filter(lambda x: sum(x) > 2))  # fmt: skip
 def test_the_mix_and_its_cache(dtype, seed, rows, taps, bias):
     h, k, c, slots, rng = 4, 2, 16, 6, np.random.default_rng(seed)
     n, reach = h + k, sum(taps) - 2
