@@ -145,27 +145,38 @@ def convolved(
 
 
 def shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: jax.Array) -> None:
-    """Store the values: this token's in the first half of all channels, the previous token's in the second."""
+    """Store the values of a key head, see `shifted_value`."""
+    channel = span(0, x.packed_bsmc.shape[3])
+    mask = filled((time < x.packed_bsmc.shape[1])[:, None], time.size, channel.size)
+    store(v_ref.at[batch, time[:, None], group, channel[None, :]], shifted_value(x, batch, time, group), mask=mask)
+
+
+def shifted_value(x: Any, batch: jax.Array, time: jax.Array, group: jax.Array) -> jax.Array:
+    """Return the values: this token's in the first half of all channels, the previous token's in the second."""
     sizes = sizes_of(x)
-    channel = span(0, sizes.channels)
+    channel, row = span(0, sizes.channels), row_of(batch)
     at = group * sizes.channels + channel
     late = at >= sizes.half
-    shape = (time.size, channel.size)
-    inside = filled((time < sizes.tokens)[:, None], *shape)
+    inside = filled((time < sizes.tokens)[:, None], time.size, channel.size)
     head = sizes.heads + group
-    current = load(x.packed_bsmc.at[batch, time[:, None], head, channel[None, :]], mask=inside & ~late[None, :])
+    current = load(x.packed_bsmc.at[row, time[:, None], head, channel[None, :]], mask=inside & ~late[None, :])
     before = load(
-        x.packed_bsmc.at[batch, time[:, None] - 1, head, channel[None, :]],
+        x.packed_bsmc.at[row, time[:, None] - 1, head, channel[None, :]],
         mask=inside & (time >= 1)[:, None] & late[None, :],
     )
     if x.halo_delayed_b1x is not None:
-        halo = load(x.halo_delayed_b1x.at[batch, 0, at - sizes.half], mask=late)
-        before = jnp.where((time == 0)[:, None], halo[None, :], before)
+        halo = x.halo_delayed_b1x.at[row, 0, (at - sizes.half)[None, :]]
+        halo = load(halo, mask=filled(late[None, :], row.size, channel.size))
+        before = jnp.where((time == 0)[:, None], halo, before)
     same = segments_at(x, batch, time - 1) == segments_at(x, batch, time)
     first = 0.0 if x.start_x is None else load(x.start_x.at[at - sizes.half], mask=late)[None, :]
     before = jnp.where(same[:, None], before, first).astype(current.dtype)
-    value = jnp.where(late[None, :], before, current)
-    store(v_ref.at[batch, time[:, None], group, channel[None, :]], value, mask=inside)
+    return jnp.where(late[None, :], before, current)
+
+
+def row_of(batch: jax.Array) -> jax.Array:
+    """Return the index of the row of tokens as their tile needs it: of one row, or of a row for each token."""
+    return batch[:, None] if batch.ndim else batch
 
 
 def tap_row(
@@ -191,16 +202,16 @@ def tap_row(
 def rows_at(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array) -> jax.Array:
     """Load u of a head at `time`, [tokens, channels] fp32, also from the halo; zero elsewhere."""
     s = x.packed_bsmc.shape[1]
-    shape, at, channel = (time.size, channels.size), time[:, None], channels[None, :]
+    shape, at, channel, row = (time.size, channels.size), time[:, None], channels[None, :], row_of(batch)
     inside = filled((at >= 0) & (at < s), *shape)
-    here = load(x.packed_bsmc.at[batch, at, head, channel], mask=inside)
+    here = load(x.packed_bsmc.at[row, at, head, channel], mask=inside)
     if x.halo_u_bwnc is None:
         # They are 0 already, but without a selection Triton lays out the tile such that registers spill.
         here = jnp.where(filled(at < 0, *shape), 0.0, here)
     else:
         before = x.halo_u_bwnc.shape[1]
         ahead = filled((at < 0) & (at >= -before), *shape)
-        here = jnp.where(ahead, load(x.halo_u_bwnc.at[batch, at + before, head, channel], mask=ahead), here)
+        here = jnp.where(ahead, load(x.halo_u_bwnc.at[row, at + before, head, channel], mask=ahead), here)
     return here.astype(jnp.float32)
 
 
@@ -239,7 +250,7 @@ def rotary_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Load the rows of the RoPE tables, [tokens, pairs] each; 0 outside."""
     pairs = tables[0].shape[2]
-    at, mask = (batch, time[:, None], span(0, pairs)[None, :]), filled(inside[:, None], time.size, pairs)
+    at, mask = (row_of(batch), time[:, None], span(0, pairs)[None, :]), filled(inside[:, None], time.size, pairs)
     cos, sin = (load(table.at[at], mask=mask) for table in tables)
     return cos, sin
 

@@ -38,8 +38,28 @@ def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tok
 def _mix_head(
     x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Array, head: jax.Array, depth: int
 ) -> None:
-    (q_ref, k_ref, inverse_ref), (_, s, n, num_kv, c, *_) = out, sizes_of(x)
+    (q_ref, k_ref, inverse_ref), (_, s, n, num_kv, *_) = out, sizes_of(x)
     inside, query, group = time < s, head < n - num_kv, jnp.maximum(head - (n - num_kv), 0)
+    turned, inverse = mixed_head(x, batch, time, head, depth)
+    store(inverse_ref.at[batch, head, time], inverse, mask=inside)
+    for column, part in turned:
+        for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
+            store(
+                ref.at[batch, time[:, None], number, column[None, :]],
+                part.astype(ref.dtype),
+                mask=filled((inside & own_kind)[:, None], *part.shape),
+            )
+
+
+def mixed_head(
+    x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, depth: int
+) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array]:
+    """Compute a head of queries or keys; returns ranges of channels with their fp32 values, and the inverse norm.
+
+    `batch` is the row of all tokens, or int32 [tokens], the row of each.
+    """
+    _, s, n, num_kv, c, *_ = sizes_of(x)
+    query, group = head < n - num_kv, jnp.maximum(head - (n - num_kv), 0)
     columns = mix.rotary_columns(c, x.cos_bsp.shape[2])
     parts = mix.convolved(x, batch, time, head, columns, depth)
     # Loaded after the matmul, since registers cannot hold them: 0.5 of the head, and of the mean of its partners.
@@ -53,17 +73,10 @@ def _mix_head(
     own = [rows_at(x, batch, time, head, column) for column in columns]
     parts = jax.lax.fori_loop(0, count, add, [part + 0.5 * row for part, row in zip(parts, own, strict=True)])
     inverse = jax.lax.rsqrt(sum(jnp.sum(part * part, axis=1) for part in parts) + 1e-12)
-    store(inverse_ref.at[batch, head, time], inverse, mask=inside)
     scale = c**0.5 * jnp.where(query, 1.0, mix.temperature(x.temperature_k, group))
-    tables = mix.rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, inside)
+    tables = mix.rotary_rows((x.cos_bsp, x.sin_bsp), batch, time, time < s)
     turned = mix.rotated([part * (inverse * scale)[:, None] for part in parts], *tables)
-    for part, column in zip(turned, columns, strict=True):
-        for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
-            store(
-                ref.at[batch, time[:, None], number, column[None, :]],
-                part.astype(ref.dtype),
-                mask=filled((inside & own_kind)[:, None], *part.shape),
-            )
+    return list(zip(columns, turned, strict=True)), inverse
 
 
 def partners(head: jax.Array, queries: int, num_kv: int) -> tuple[jax.Array, jax.Array]:

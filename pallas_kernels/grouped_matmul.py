@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.product import product
-from pallas_kernels.tiles import Architecture, platform, tile
+from pallas_kernels.tiles import Architecture, Tile, platform, tile
 
 TOGETHER = 8  # tiles of rows that run concurrently, so that a matrix is read from memory once for all of them
 CHIPLETS = 8  # of an MI300X or MI355X, each with its own cache; program i runs on chiplet i mod 8
@@ -33,6 +33,12 @@ Static = tuple[tuple[int, ...], Architecture]  # sizes of the tile, for static a
 
 Layer = tuple[jax.Array, jax.Array | int]  # matrices of all layers [l, e, p, q], and the index of one, int32
 Moved = tuple[jax.Array | None, jax.Array | None]
+
+
+class Classes(NamedTuple):
+    """The groups of a few rows that are not sorted, whose matrices are in a stack of one layer."""
+
+    class_t: jax.Array  # int32; as many as there are groups or more for no group
 
 
 class RowTile(NamedTuple):
@@ -68,8 +74,33 @@ def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int 
     return jnp.stack([group, begin[group] + index * block, last_row, jnp.full_like(group, layer)]).astype(jnp.int32)
 
 
+def cut_rows(
+    name: str, x_tp: jax.Array, w: Layer, sizes_e: jax.Array | Classes, architecture: Architecture
+) -> tuple[Tile, jax.Array]:
+    """Return the tile of kernel `name`, and what `row_tile` takes for these rows."""
+    if isinstance(sizes_e, Classes):
+        return tile("grouped_step", architecture, x_tp.dtype), sizes_e.class_t
+    cut = tile(name, architecture, x_tp.dtype)
+    return cut, row_tiles(sizes_e, x_tp.shape[0], cut.sizes[0], w[1])
+
+
+def tile_count(tiles: Any, block: int, groups: int) -> int:
+    """Return the number of tiles of `row_tiles`; or of rows with these classes [t], as many as any classes can need."""
+    return tiles.shape[1] if len(tiles.shape) == 2 else (groups + 1) * pl.cdiv(tiles.shape[0], block)
+
+
 def row_tile(tiles_ref: Any, index: jax.Array, block: int, groups: int) -> RowTile:
-    """Return tile `index` of `row_tiles`."""
+    """Return tile `index` of `row_tiles`; or of few rows that are not sorted, whose int32 classes [t] are given."""
+    if len(tiles_ref.shape) == 1:  # a program picks its rows among all, which takes less time than to sort them
+        t, own, number = tiles_ref.shape[0], jax.lax.rem(index, groups + 1), jax.lax.div(index, groups + 1)
+        row = jnp.arange(pl.next_power_of_2(t), dtype=jnp.int32)
+        member = jnp.minimum(load(tiles_ref.at[row], mask=row < t, other=-1), groups) == own
+        place = jnp.cumsum(member.astype(jnp.int32)) - 1 - number * block
+        picked = member[None, :] & (place[None, :] == jnp.arange(block, dtype=jnp.int32)[:, None])
+        inside = picked.astype(jnp.int32).sum(1) > 0
+        rows = jnp.where(inside, jnp.where(picked, row[None, :], 0).sum(1), t)
+        meets = (own < groups).astype(jnp.int32) * inside.astype(jnp.int32).max()
+        return RowTile(rows, inside, (jnp.int32(0), jnp.minimum(own, groups - 1)), meets)
     group, first, end, layer = (tiles_ref[i, index] for i in range(4))
     rows = first + jnp.arange(block, dtype=jnp.int32)
     return RowTile(rows, rows < end, (layer, jnp.minimum(group, groups - 1)), (group < groups).astype(jnp.int32))
@@ -139,7 +170,9 @@ def _product_kernel(
 ) -> None:
     ((m, n, depth), architecture), (order_ref, scale_ref) = static, moved
     (tiles_ref, x_ref, w_ref), (t, width) = inputs, out_ref.shape[-2:]
-    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(width, n), architecture)
+    row_index, column_index = place(
+        pl.program_id(0), tile_count(tiles_ref, m, w_ref.shape[1]), pl.cdiv(width, n), architecture
+    )
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
     column, fits = piece(column_index, n, width)
     rows = jnp.where(own.inside, own.rows, 0)
@@ -155,7 +188,7 @@ def _product_kernel(
 
 
 def grouped_product(
-    x_tp: jax.Array, w: Layer, sizes_e: jax.Array, transpose: bool = False, moved: Moved = (None, None),
+    x_tp: jax.Array, w: Layer, sizes_e: jax.Array | Classes, transpose: bool = False, moved: Moved = (None, None),
     kept: jax.Array | None = None, *, architecture: Architecture,
 ) -> jax.Array:  # fmt: skip
     """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; with `transpose`, `x_tq @ w_epq[e].T`.
@@ -163,16 +196,16 @@ def grouped_product(
     Rows are bf16 or fp32 and sorted by group, matrices of the same dtype; `sizes_e` is the int32 number of rows of each
     group, whose sum is at most t. `moved` is an int32 permutation, by which row i of the result is written to row
     `order_t[i]`, and fp32 factors of the written rows; None for neither. Returns [t, q] (with `transpose` [t, p]) in
-    the dtype of the rows, sums in fp32; zero in rows past the groups. With `kept`, [l, t, q], returns that with the
-    result in the layer of `w`, in place.
+    the dtype of the rows, sums in fp32; zero in rows past the groups. `sizes_e` can also be the `Classes` of rows that
+    are not sorted. With `kept`, [l, t, q], returns that with the result in the layer of `w`, in place.
     """
     name = "grouped_product_transposed" if transpose else "grouped_product"
-    (w_lepq, layer), cut = w, tile(name, architecture, x_tp.dtype)
-    t, width = x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
-    m, n, _ = cut.sizes
-    tiles = row_tiles(sizes_e, t, m, layer)
+    w_lepq, t = w[0], x_tp.shape[0]
+    width = w_lepq.shape[2 if transpose else 3]
+    cut, tiles = cut_rows(name, x_tp, w, sizes_e, architecture)
     kernel = functools.partial(_product_kernel, (cut.sizes, architecture), transpose)
-    arrays, grid = ((tiles, x_tp, w_lepq), moved, kept), (tiles.shape[1] * pl.cdiv(width, n),)
+    grid = (tile_count(tiles, cut.sizes[0], w_lepq.shape[1]) * pl.cdiv(width, cut.sizes[1]),)
+    arrays = (tiles, x_tp, w_lepq), moved, kept
     out = Out((t, width) if kept is None else kept.shape, x_tp.dtype)
     aliases = {} if kept is None else {len(jax.tree.leaves(arrays)) - 1: 0}
     return launch(name, kernel, arrays, out, grid, cut, architecture, aliases)

@@ -13,14 +13,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.grouped_matmul import (
+    Classes,
     Layer,
     Static,
     both,
+    cut_rows,
     piece,
     place,
     row_tile,
     row_tiles,
     rows_times_matrix,
+    tile_count,
 )
 from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.tiles import Architecture, tile
@@ -34,10 +37,13 @@ def _forward_kernel(
     (m, n, depth), architecture = static
     tiles_ref, order_ref, x_ref, w_ref = inputs
     f = hidden_ref.shape[1]
-    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), architecture)
+    row_index, column_index = place(
+        pl.program_id(0), tile_count(tiles_ref, m, w_ref.shape[1]), pl.cdiv(f, n), architecture
+    )
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
     column, fits = piece(column_index, n, f)
-    rows = load(order_ref.at[own.rows], mask=own.inside)
+    sorts = order_ref is not None
+    rows = load(order_ref.at[own.rows], mask=own.inside) if sorts else jnp.where(own.inside, own.rows, 0)
     gate, up = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits), (f + column, fits)], depth)
     # Rounded before SwiGLU, which the backward pass recomputes from the rounded values.
     gate, up = gate.astype(hidden_ref.dtype), up.astype(hidden_ref.dtype)
@@ -56,7 +62,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def grouped_swiglu(
-    x_td: jax.Array, order_t: jax.Array, gate_up: Layer, sizes_e: jax.Array, *, keep: bool,
+    x_td: jax.Array, order_t: jax.Array | None, gate_up: Layer, sizes_e: jax.Array | Classes, *, keep: bool,
     kept: jax.Array | None = None, architecture: Architecture,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Multiply sorted rows by the gate and up matrices of their group, and apply SwiGLU.
@@ -64,15 +70,16 @@ def grouped_swiglu(
     Rows of `x_td`, bf16 or fp32, are in any order; `order_t`, int32, sorts them by group. `gate_up` is [e, d, 2f], gate
     then up, of the same dtype; `sizes_e` is the int32 number of rows of each group, whose sum is at most t. Returns the
     hidden rows [t, f], and with `keep` gate and up [t, 2f], for the sorted rows in the dtype of `x_td`, with sums in
-    fp32; zero in rows past the groups. Gate and up are written to the layer of `kept` [l, t, 2f], if it is given.
+    fp32; zero in rows past the groups. Rows with `Classes` for sizes are not sorted, and have no order. Gate and up are
+    written to the layer of `kept` [l, t, 2f], if it is given.
     """
-    (gate_up_ledf, layer), cut = gate_up, tile("grouped_swiglu", architecture, x_td.dtype)
-    t, f = x_td.shape[0], gate_up_ledf.shape[3] // 2
-    m, n, _ = cut.sizes
-    tiles = row_tiles(sizes_e, t, m, layer)
+    gate_up_ledf, t = gate_up[0], x_td.shape[0]
+    f = gate_up_ledf.shape[3] // 2
+    cut, tiles = cut_rows("grouped_swiglu", x_td, gate_up, sizes_e, architecture)
     kernel = functools.partial(_forward_kernel, (cut.sizes, architecture))
     shapes = ((t, f), (t, 2 * f) if kept is None else kept.shape)[: 1 + keep]
-    inputs, grid = (tiles, order_t, x_td, gate_up_ledf), (tiles.shape[1] * pl.cdiv(f, n),)
+    grid = (tile_count(tiles, cut.sizes[0], gate_up_ledf.shape[1]) * pl.cdiv(f, cut.sizes[1]),)
+    inputs = tiles, order_t, x_td, gate_up_ledf
     out, aliases = tuple(Out(shape, x_td.dtype) for shape in shapes), {} if kept is None else {len(inputs): 1}
     return launch("grouped_swiglu", kernel, (inputs, kept), out, grid, cut, architecture, aliases)
 

@@ -52,11 +52,12 @@ def test_no_file_is_too_long_to_hold_one_idea():
     assert not long, f"Split these, {LONGEST} lines are the most: {long}."
 
 
-def test_one_file_knows_the_backend_of_the_kernels():
+def test_two_files_know_the_backend_of_the_kernels():
     backend = re.compile(r"jax\.experimental\.pallas(\.triton| import .*\btriton\b)")
     paths = [path for folder in ("pallas_kernels", "zaya_jax", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     users = [str(path.relative_to(ROOT)) for path in paths if backend.search(path.read_text(encoding="utf-8"))]
-    assert users == ["pallas_kernels/launch.py"]
+    # `barrier.py` is apart, since measurements depend on the text of `launch.py`.
+    assert sorted(users) == ["pallas_kernels/barrier.py", "pallas_kernels/launch.py"]
 
 
 def project_files() -> list[Path]:

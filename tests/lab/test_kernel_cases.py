@@ -28,6 +28,9 @@ KERNELS = {
     "experts": ["class_sort", "grouped_swiglu", "grouped_product"],
     "experts backward": ["class_sort", "grouped_swiglu", "grouped_product", "grouped_swiglu_backward", "grouped_outer",
                          "grouped_outer", "grouped_product_transposed"],
+    "cca_mix of a decode": ["cca_mix_step"],
+    "router of a decode": ["router_step"],
+    "experts of a decode": ["class_sort", "grouped_swiglu", "grouped_product"],  # XLA drops the unused sort
     "gram_polynomial": ["gram", "gram_polynomial"],
     "muon": ["gram", "gram_polynomial"],
 }  # fmt: skip

@@ -8,8 +8,8 @@ import pytest
 from tests.helpers import assert_close, jit, random_model, tiny_config
 from zaya_jax import capture, capture_shapes
 from zaya_jax.errors import InputError
-from zaya_jax.model.router import choose_class
 from zaya_jax.model.tree import balancing_biases
+from zaya_jax.ops.router import choose_class
 
 CONFIG = tiny_config("gqa")  # two positions in the period, two groups
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 7)), jnp.int32)
@@ -47,7 +47,7 @@ def test_the_routers_choice_is_that_of_its_probabilities(model, captured):
     np.testing.assert_allclose(probability.sum(-1), 1, rtol=1e-5)
     biases = np.stack([np.asarray(x) for x in balancing_biases(model).values()], 1).reshape(CONFIG.num_layers, -1)
     for layer in range(CONFIG.num_layers):
-        expert, weight = choose_class(probability[layer], biases[layer])
+        expert, weight = choose_class(probability[layer], biases[layer], SEGMENTS != 0)
         chosen = captured["layers.mixture.router.expert_bs"][layer]
         np.testing.assert_array_equal(chosen, expert)
         assert_close(captured["layers.mixture.router.weight_bs"][layer], weight, 1e-6)

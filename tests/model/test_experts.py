@@ -31,7 +31,7 @@ def mixture():
 
 def dense(mixture, h, state, segments):
     """Every token through every expert, the chosen one kept."""
-    routing = mixture.router(h, state, LOCAL)
+    routing = mixture.router(h, state, segments > 0, LOCAL)
     both = jnp.einsum("bsd,edf->bsef", h, mixture.experts.gate_up[...])
     f = CONFIG.expert_size
     out = jnp.einsum("bsef,efd->bsed", jax.nn.silu(both[..., :f]) * both[..., f:], mixture.experts.down[...])

@@ -42,7 +42,7 @@ def reference(h):
     return p / p.sum(-1, keepdims=True)
 
 
-route = jit(lambda router, h, state: router(h, state, LOCAL))
+route = jit(lambda router, h, state: router(h, state, jnp.ones(h.shape[:2], bool), LOCAL))
 
 
 @given(seed=seeds())
@@ -73,7 +73,9 @@ def test_ties_go_to_the_lowest_expert():
 
 def test_the_loss_moves_the_matrix_and_the_input_and_not_the_bias():
     h, state = draw(4)
-    loss = jit(jax.grad(lambda router, h: router(h, state, LOCAL).weight_bs.sum(), argnums=(0, 1)))
+    loss = jit(
+        jax.grad(lambda router, h: router(h, state, jnp.ones(h.shape[:2], bool), LOCAL).weight_bs.sum(), argnums=(0, 1))
+    )
     of_router, of_h = loss(router([0.1] * E + [-1], kernel()), h)
     assert not np.any(of_router.balancing_bias[...])
     assert (np.abs(of_router.output[...]).max(0) > 0).all()

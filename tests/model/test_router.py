@@ -41,7 +41,7 @@ def draw(seed):
     return h, rng.normal(size=(*SHAPE, R)).astype(np.float32)
 
 
-route = jit(lambda router, h, state: router(h, state, LOCAL))
+route = jit(lambda router, h, state, real=True: router(h, state, jnp.full(h.shape[:2], real), LOCAL))
 probabilities = jit(lambda router, h, state: router.probabilities(h, state, LOCAL)[0])
 
 
@@ -93,7 +93,8 @@ def test_skipped_tokens_weigh_nothing():
     routing = route(with_bias([0] * E + [3]), h, state)
     assert (routing.expert_bs == E).all()
     assert not np.any(routing.weight_bs)
-    gradient = jit(jax.grad(lambda h: with_bias([0] * E + [3])(h, state, LOCAL).weight_bs.sum()))(h)
+    real = np.ones(h.shape[:2], bool)
+    gradient = jit(jax.grad(lambda h: with_bias([0] * E + [3])(h, state, real, LOCAL).weight_bs.sum()))(h)
     assert not np.any(gradient)
 
 
@@ -107,11 +108,15 @@ def test_ties_go_to_the_lowest_class():
     assert (route(tied, h, state).expert_bs == 1).all()
 
 
+def test_padding_skips():
+    assert (route(router(), *draw(4), False).expert_bs == E).all()
+
+
 def test_the_loss_does_not_move_the_balancing_bias():
     h, state = draw(4)
 
     def loss(router):
-        out = router(h, state, LOCAL)
+        out = router(h, state, np.ones(h.shape[:2], bool), LOCAL)
         return out.weight_bs.sum() + (out.state_bsr**2).sum()
 
     gradient = jit(jax.grad(loss))(with_bias([0.1] * E + [-1]))

@@ -60,9 +60,9 @@ def test_double_precision_is_left_to_the_references_and_the_reasons_are_said():
 
 
 @pytest.mark.parametrize(("changes", "reasons"), [
-    ({"convolutions": False}, {"cca_mix": "needs convolutions"}),
-    ({"query_key_mean": False}, {"cca_mix": "QK-mean"}),
-    ({"value_shift": False}, {"cca_mix": "value shift"}),
+    ({"convolutions": False}, {"cca_mix": "needs convolutions", "cca_mix_step": "reach at least one token"}),
+    ({"query_key_mean": False}, {"cca_mix": "QK-mean", "cca_mix_step": "QK-mean"}),
+    ({"value_shift": False}, {"cca_mix": "value shift", "cca_mix_step": "value shift"}),
 ])  # fmt: skip
 def test_an_ablation_that_a_kernel_lacks_is_left_to_the_reference(changes, reasons):
     selection = select_kernels(GPU, dataclasses.replace(EXAMPLE, **changes), "bfloat16")
@@ -74,7 +74,7 @@ def test_an_ablation_that_a_kernel_lacks_is_left_to_the_reference(changes, reaso
 def test_what_a_kernel_does_not_support_is_left_to_its_reference_and_refused_where_it_is_called():
     selection = select_kernels(GPU, dataclasses.replace(SMALL, head_dim=48), "bfloat16")
     without = {name for name in WITH_KERNELS if name not in selection.chosen}
-    assert without == {"cca_mix", "attention", "partial_attention", "partial_attention_gradient"}
+    assert without == {"cca_mix", "cca_mix_step", "attention", "partial_attention", "partial_attention_gradient"}
     assert all("48" in reason for reason in selection.reasons.values())
     heads = jnp.zeros((1, 4, 2, 48))
     with pytest.raises(ValueError, match="48"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -82,7 +83,7 @@ class Case(NamedTuple):
 def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
     """Return all cases by name; `dtype` is the dtype of activations, 'bfloat16' or 'float32'."""
     by_name: dict[str, Case] = {}
-    for make in (_residual_norm, _cca_mix, _attention, _router, _grouped, _experts, _gram_polynomial):
+    for make in (_residual_norm, _cca_mix, _attention, _router, _grouped, _experts, _decode, _gram_polynomial):
         by_name |= make(sizes, jnp.dtype(dtype))
     return by_name
 
@@ -243,6 +244,24 @@ def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     further = {"uneven groups": (shuffled(uneven),), "one group": (np.zeros(t, np.int32),)}
     case = case._replace(further_integers=further)
     return _both("experts", case, flops=2 * flops, bytes=moved + _size(kept, *floats))
+
+
+def _decode(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    """Return the cases of a decode step besides attention: a few rows, those of the checks or two for each expert."""
+    few, by_name = _experts(sizes._replace(per_expert=2), dtype)["experts"], dict[str, Case]()
+    for name in ("cca_mix_step", "router_step"):
+        (check,) = OPERATIONS[name].checks(sizes.model, False).values()
+        floats = tuple(_array(*x.shape, dtype=dtype) for x in check.inputs)
+
+        def run(kernels: KernelSelection, *arrays: jax.Array, name: str = name, check: Any = check) -> Any:
+            return check.run(kernels.implementation(name), *arrays)
+
+        out = jax.tree.leaves(jax.eval_shape(functools.partial(check.run, OPERATIONS[name].reference), *floats))
+        products = math.prod(floats[0].shape[:-1]) * sum(x.size for x in floats if x.shape[-2] == x.shape[-1])
+        by_name[f"{name.removesuffix('_step')} of a decode"] = Case(
+            name, run, floats, 2.0 * products, _size(*floats, *out)
+        )
+    return {**by_name, "experts of a decode": few._replace(further_integers={})}
 
 
 def experts_of_a_step(sizes: Sizes, dtype: str) -> Case:

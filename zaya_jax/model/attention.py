@@ -77,9 +77,9 @@ class Attention(nnx.Module):
         return packed + self.projection_bias[...].astype(dtype) if self.config.attention_bias else packed
 
     def attend(
-        self, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, cache: Any, context: Context, ops: Ops
+        self, q_bshc: jax.Array, k_bskc: Any, v_bskc: Any, cache: Any, context: Context, ops: Ops
     ) -> tuple[jax.Array, KeyValues | None]:
-        """Apply attention and the output projection.
+        """Apply attention and the output projection; keys and values are None if the cache has them already.
 
         Returns [b, s, d] in the dtype of the queries, and the cache with the new keys and values (None without one).
         """

@@ -12,7 +12,7 @@ from zaya_jax.model.attention import Attention, Context, KeyValues
 from zaya_jax.model.hf_names import HfTensor, linear, reshaped, same
 from zaya_jax.model.layers import param
 from zaya_jax.ops import Ops
-from zaya_jax.ops.cached_attention import count_kept, take_places
+from zaya_jax.ops.cached_attention import count_kept, last_rows, step_slot, take_places
 from zaya_jax.ops.cca_mix import Halo, MixInputs, MixParts, MixWeights, unpacked
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
@@ -32,14 +32,7 @@ class CCACache(NamedTuple):
 
     def advance(self, kv: KeyValues, u_bsnc: jax.Array, delayed_bsx: jax.Array, kept_b: jax.Array) -> "CCACache":
         """Return the state after `kept_b` of the new tokens, whose keys and values are already in `kv`."""
-        return CCACache(kv, _last_rows(self.u_bwnc, u_bsnc, kept_b), _last_rows(self.delayed_b1x, delayed_bsx, kept_b))
-
-
-def _last_rows(before: jax.Array, new: jax.Array, kept_b: jax.Array) -> jax.Array:
-    """Return as many rows as `before` has, up to the last one kept of the rows that follow it."""
-    rows = jnp.concatenate([before, new.astype(before.dtype)], 1)
-    index = kept_b[:, None] + jnp.arange(before.shape[1])
-    return jnp.take_along_axis(rows, jnp.expand_dims(index, tuple(range(2, rows.ndim))), axis=1)
+        return CCACache(kv, last_rows(self.u_bwnc, u_bsnc, kept_b), last_rows(self.delayed_b1x, delayed_bsx, kept_b))
 
 
 class CCA(Attention):
@@ -76,9 +69,17 @@ class CCA(Attention):
                 halo = cache.halo(context.key_segments_bt, context.length_b)
             rotary = context.rotary[self.layer.rope_base]
             x = MixInputs(packed_bsy, halo, context.segments_bs, rotary, self._weights(), delayed_bias)
-            q, k, v = ops.cca_mix(x, MixParts(config.query_key_mean, config.value_shift))
+            parts = MixParts(config.query_key_mean, config.value_shift)
+            step = ops.cca_mix_step if h_bsd.shape[1] == 1 else None
+            if cache is None or step is None:
+                q, k, v = ops.cca_mix(x, parts)
+            else:
+                slots, places = cache.kv.k_btx.shape[1], context.key_segments_bt.shape[1]
+                slot_b = step_slot(context.segments_bs, context.length_b, slots, places)
+                (q, (*kv, u_bwnc, delayed_b1x)), k, v = step(x, parts, *cache.kv, slot_b), None, None
+                cache = CCACache(KeyValues(*kv), u_bwnc, delayed_b1x)
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
-        if cache is not None and kv is not None:
+        if cache is not None and kv is not None and k is not None:
             cache = cache.advance(kv, u_bsnc, delayed_bsx, count_kept(context.segments_bs))
         return out_bsd, cache
 

@@ -63,16 +63,16 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, segments_bs: jax.Array, ops: Ops) -> MixtureOutput:
         """Apply the mixture; padding goes through no expert and is not counted."""
         b, s, d = h_bsd.shape
+        real = segments_bs != 0
         with part("router"):
-            routing = self.router(h_bsd, state_bsr, ops)
+            routing = self.router(h_bsd, state_bsr, real, ops)
         matrices = (x.get_value().astype(h_bsd.dtype) for x in (self.experts.gate_up, self.experts.down))
         with part("dispatch"):
-            real = segments_bs != 0
             classes = jnp.arange(self.num_experts + 1, dtype=jnp.int32)
             routed = real[..., None] & (routing.expert_bs[..., None] == classes)
             counts = routed.reshape(-1, len(classes)).sum(0, dtype=jnp.int32)
-            expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)
-        out = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1), *matrices)
+        expert_t, weight_t = routing.expert_bs.reshape(-1), routing.weight_bs.reshape(-1)
+        out = ops.experts(h_bsd.reshape(b * s, d), expert_t, weight_t, *matrices)
         out_td, *kept = out if isinstance(out, tuple) else (out,)
         return MixtureOutput(out_td.reshape(b, s, d), routing.state_bsr, counts, kept)
 

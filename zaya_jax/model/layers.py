@@ -46,9 +46,9 @@ def matrix(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Carrier:
-    """Brings the gradient of a norm to the merge before it; its value is of no account."""
+    """Brings the gradient of a norm to the merge before it, or in decode the norm to the layer after it."""
 
-    value: jax.Array  # of the shape and dtype of the norm
+    value: jax.Array  # of the shape and dtype of the norm; with a gradient of no account
 
 
 class RMSNorm(nnx.Module):
@@ -107,8 +107,7 @@ def fused_merge(ops: Ops, eps: float, terms: Terms, weight_d: Any, carrier: Any,
     """Merge an output into the residual stream, whose norm, of weight `weight_d`, the next layer computes.
 
     Returns the new stream, fp32, and the `carrier` for that norm. One pass computes the gradients of merge and norm, as
-    it does inside a layer; it reads the output where it is `kept`, if it is (`MixtureOutput.kept`). Without a gradient,
-    weight and carrier may be None.
+    it does inside a layer; it reads the output where it is `kept`, if it is (`MixtureOutput.kept`).
     """
     del ops, eps, weight_d, kept
     return merge(*terms), carrier

@@ -11,9 +11,10 @@ from flax import nnx
 from zaya_jax.config import ModelConfig
 from zaya_jax.model.hf_names import no_form
 from zaya_jax.model.layers import BalancingBias, matrix, param
-from zaya_jax.model.router import SKIP_BIAS, Routing, choose_class
+from zaya_jax.model.router import SKIP_BIAS, Routing
 from zaya_jax.ops import Ops
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.ops.router import choose_class
 
 
 class LinearRouter(nnx.Module):
@@ -31,6 +32,6 @@ class LinearRouter(nnx.Module):
         logits = jnp.matmul(h_bsd, output_de, preferred_element_type=sums)
         return jax.nn.softmax(logits, axis=-1)
 
-    def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
-        """Route every token of `h_bsd`; ties go to the lowest class. `ops` is not used."""
-        return Routing(*choose_class(self.probabilities(h_bsd), self.balancing_bias[...]), state_bsr)
+    def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, real_bs: jax.Array, ops: Ops) -> Routing:
+        """Route every token of `h_bsd`, padding to skip; ties go to the lowest class. `ops` is not used."""
+        return Routing(*choose_class(self.probabilities(h_bsd), self.balancing_bias[...], real_bs), state_bsr)

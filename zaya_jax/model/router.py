@@ -11,7 +11,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import BalancingBias, RMSNorm, matrix, param
 from zaya_jax.ops import Ops
-from zaya_jax.ops.router import RouterWeights, matmul
+from zaya_jax.ops.router import RouterWeights, choose_class, matmul
 
 SKIP_BIAS = -1.0  # initial and fixed: the skip class cannot win against an expert with bias 0
 
@@ -19,7 +19,7 @@ SKIP_BIAS = -1.0  # initial and fixed: the skip class cannot win against an expe
 class Routing(NamedTuple):
     """A router's choice."""
 
-    expert_bs: jax.Array  # int32 class of each token; e is skip
+    expert_bs: jax.Array  # int32 class of each token; e is skip, the class of padding
     weight_bs: jax.Array  # fp32 probability of that class, without bias and not renormalized; 0 for skip
     state_bsr: jax.Array  # fp32 state, which the next layer's router adds to its projection
 
@@ -42,8 +42,8 @@ class Router(nnx.Module):
         self.output = param(matrix(keys[3], (r, config.num_experts + 1)), "router")
         self.balancing_bias = BalancingBias(jnp.zeros(config.num_experts + 1).at[-1].set(SKIP_BIAS))
 
-    def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
-        """Compute the fp32 softmax over the e + 1 classes, and the state for the next layer."""
+    def arguments(self, h_bsd: jax.Array, state_bsr: jax.Array) -> tuple[Any, ...]:
+        """Apply the down-projection; returns the arguments of `ops.router`."""
         dtype = h_bsd.dtype
         hidden: list[Any] = []
         for index in range(1, self.router_layers):
@@ -52,13 +52,19 @@ class Router(nnx.Module):
         scale_r = self.state_scale[...] if self.depth_averaging else jnp.zeros(self.down_bias.shape)
         vectors = self.down_bias[...], scale_r, self.norm.weight[...]
         values: Any = (*vectors, *hidden, self.output[...].astype(dtype))
-        weights = RouterWeights(*values)
-        return ops.router(matmul(h_bsd, self.down[...]), state_bsr, weights, self.norm.eps, dtype)
+        return matmul(h_bsd, self.down[...]), state_bsr, RouterWeights(*values), self.norm.eps, dtype
 
-    def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
-        """Route every token of `h_bsd`; ties go to the lowest class."""
+    def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
+        """Compute the fp32 softmax over the e + 1 classes, and the state for the next layer."""
+        return ops.router(*self.arguments(h_bsd, state_bsr))
+
+    def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, real_bs: jax.Array, ops: Ops) -> Routing:
+        """Route every token of `h_bsd`, padding (not `real_bs`) to skip; ties go to the lowest class."""
+        if ops.router_step is not None:
+            bias_c = self.balancing_bias[...]
+            return Routing(*ops.router_step(*self.arguments(h_bsd, state_bsr), bias_c, real_bs))
         probability, state = self.probabilities(h_bsd, state_bsr, ops)
-        return Routing(*choose_class(probability, self.balancing_bias[...]), state)
+        return Routing(*choose_class(probability, self.balancing_bias[...], real_bs), state)
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
@@ -81,17 +87,3 @@ def is_inert(name: str, group: int | None) -> bool:
     It scales a state that is zero and stays 1: it is not counted, and `transformers` folders do not have it.
     """
     return (name, group) == ("blocks.0.mixture.router.state_scale", 0)
-
-
-def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Choose the class with the highest biased probability; ties go to the lowest.
-
-    The probabilities are [.., e + 1], or [.., e] for a router that never skips; the bias [e + 1] is for the choice
-    only. Returns the int32 class of each token, and its probability without the bias; 0 for skip.
-    """
-    classes = jnp.arange(probability.shape[-1], dtype=jnp.int32)
-    biased = jax.lax.stop_gradient(probability) + bias[: probability.shape[-1]]
-    expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
-    # A masked sum, whose gradient is elementwise; that of a gather is a scatter.
-    chosen = (classes == expert[..., None]) & (classes != bias.shape[0] - 1)
-    return expert, jnp.where(chosen, probability, 0.0).sum(-1)

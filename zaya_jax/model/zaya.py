@@ -75,7 +75,7 @@ class LayerOutput(NamedTuple):
     state_bsr: jax.Array  # of the router, for the next layer's
     counts_e: jax.Array  # int32 [e + 1], tokens of each class, skip last
     cache: Any  # decode state; None without one
-    carrier: Carrier | None  # for the next norm; None in decode
+    carrier: Carrier  # for the next norm; in decode with its value
 
 
 class Block(nnx.Module):
@@ -91,16 +91,17 @@ class Block(nnx.Module):
         self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else None
 
     def __call__(
-        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops, *norms: Any
-    ) -> LayerOutput:
+        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops, carrier: Carrier,
+        following_d: jax.Array,
+    ) -> LayerOutput:  # fmt: skip
         """Run the layer on the residual stream, with the router's state of the layer before and the decode state.
 
-        In training, `norms` are the carrier for the norm before attention, and the weight of the norm after the layer.
+        `carrier` is for the norm before attention, `following_d` the weight of the norm after the layer. With a decode
+        state, the carrier's value is that norm, and the merge computes the next one in the same pass.
         """
-        carrier, following_d = norms or (None, None)
-        dtype = self.attention.query.dtype
+        dtype, decoded = self.attention.query.dtype, cache is not None
         with part("norm"):
-            h_bsd = self.attention_norm(x_bsd, dtype, carrier)
+            h_bsd = carrier.value if decoded else self.attention_norm(x_bsd, dtype, carrier)
         with part("attention"):
             out, cache = self.attention(h_bsd, context, cache, ops)
         with part("norm"):
@@ -109,8 +110,15 @@ class Block(nnx.Module):
         with part("experts"):
             mixed = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         with part("norm"):
-            terms = mixed.out_bsd, x_bsd, self.mixture_merge and self.mixture_merge.vectors
-            merged: Any = fused_merge(ops, self.mixture_norm.eps, terms, following_d, carrier, mixed.kept)
+            terms, eps = (
+                (mixed.out_bsd, x_bsd, self.mixture_merge and self.mixture_merge.vectors),
+                self.mixture_norm.eps,
+            )
+            if decoded:
+                x_bsd, h_bsd = ops.residual_norm(*terms, following_d, eps, dtype)
+                merged: Any = x_bsd, Carrier(h_bsd)
+            else:
+                merged = fused_merge(ops, eps, terms, following_d, carrier, mixed.kept)
         return LayerOutput(merged[0], mixed.state_bsr, mixed.counts_e, cache, merged[1])
 
     @staticmethod
@@ -195,15 +203,15 @@ class Zaya(nnx.Module):
             x_bsd = x_bsd.astype(accumulation_dtype(dtype))
             if config.residual_scaling:
                 x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
-        start, carrier = (x_bsd, jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)), None
+        start = x_bsd, jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
         with part(LAYERS):
             if cache is None:
                 x_bsd, counts, carrier = _scan(self.blocks, self.norm, start, dtype, context, ops, remat)
+                with part("norm"):
+                    hidden_bsd = self.norm(x_bsd, dtype, carrier)
             else:
-                x_bsd, counts, cache = _decode(layer_blocks(self), start, context, ops, cache)
+                hidden_bsd, counts, cache = _decode(layer_blocks(self), self.norm, start, dtype, context, ops, cache)
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
-        with part("norm"):
-            hidden_bsd = self.norm(x_bsd, dtype, carrier)
         return ModelOutput(hidden_bsd, stats, cache)
 
     def _context(
@@ -250,6 +258,7 @@ def _scan(
     Returns the residual stream, the tokens per expert, [groups, layers of one, e + 1], and the carrier for `norm`.
     """
     packed, unpack = zip(*map(pack_small, blocks), strict=True)
+    ops = dataclasses.replace(ops, router_step=None)  # which has no gradient
 
     def apply(unpack: Callable[[Any], Block], packed: Any, x: Any, state: Any, *norms: Any) -> LayerOutput:
         return ops.gather_layer(unpack(packed))(x, state, context, None, ops, *norms)
@@ -274,15 +283,22 @@ def _scan(
 
 
 def _decode(
-    blocks: list[Block], start: Carry, context: Context, ops: Ops, cache: Cache
+    blocks: list[Block], norm: RMSNorm, start: Carry, dtype: Any, context: Context, ops: Ops, cache: Cache
 ) -> tuple[jax.Array, jax.Array, Cache]:
-    """Run the layers one after another, since a scan would copy each layer's parameters and cache at each step."""
+    """Run the layers one after another, since a scan would copy each layer's parameters and cache at each step.
+
+    Returns the result of `norm`, the tokens per expert, [l, e + 1], and the new cache.
+    """
     (x_bsd, state_bsr), counts, layers = start, [], []
-    for block, before in zip(blocks, cache.layers, strict=True):
-        x_bsd, state_bsr, count, after, _ = ops.gather_layer(block)(x_bsd, state_bsr, context, before, ops)
+    with part("norm"):
+        carrier = Carrier(blocks[0].attention_norm(x_bsd, dtype))
+    following = *(block.attention_norm for block in blocks[1:]), norm
+    for block, before, after in zip(blocks, cache.layers, following, strict=True):
+        layer, weight_d = ops.gather_layer(block), after.weight[...]
+        x_bsd, state_bsr, count, kept, carrier = layer(x_bsd, state_bsr, context, before, ops, carrier, weight_d)
         counts.append(count)
-        layers.append(after)
-    return x_bsd, jnp.stack(counts), dataclasses.replace(cache, layers=tuple(layers))
+        layers.append(kept)
+    return carrier.value, jnp.stack(counts), dataclasses.replace(cache, layers=tuple(layers))
 
 
 def abstract_model(config: ModelConfig) -> Zaya:

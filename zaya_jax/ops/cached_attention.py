@@ -31,6 +31,19 @@ def new_slots(segments_bs: jax.Array, length_b: jax.Array) -> jax.Array:
     return jnp.where(index < count_kept(segments_bs)[:, None], length_b[:, None] + index, NOWHERE)
 
 
+def step_slot(segments_b1: jax.Array, length_b: jax.Array, slots: int, places: int) -> jax.Array:
+    """Return the slot of one new token of each row, [b]; the cache is a ring if it has fewer slots than places."""
+    slot_b = new_slots(segments_b1, length_b)[:, 0]
+    return jnp.where(slot_b == NOWHERE, NOWHERE, slot_b % slots) if slots < places else slot_b
+
+
+def last_rows(before: jax.Array, new: jax.Array, kept_b: jax.Array) -> jax.Array:
+    """Return as many rows as `before` has, up to the last one kept of the rows that follow it."""
+    rows = jnp.concatenate([before, new.astype(before.dtype)], 1)
+    index = kept_b[:, None] + jnp.arange(before.shape[1])
+    return jnp.take_along_axis(rows, jnp.expand_dims(index, tuple(range(2, rows.ndim))), axis=1)
+
+
 def write_slots(cache_bt: jax.Array, new_bs: jax.Array, slot_bs: jax.Array) -> jax.Array:
     """Write new tokens to their slots of a cache [b, slots, …], without those whose slot it does not have."""
     slot_bs = jnp.where(slot_bs < 0, NOWHERE, slot_bs)
@@ -42,8 +55,9 @@ def cached_attention(attention: Attend, x: AttentionInputs, cache: KeysAndValues
 
     `x` has queries, keys and values of the new tokens, and their documents; those of all tokens, the new ones included,
     by their place in the row, 0 where empty; and how many tokens each row has before the new ones (`query_offset`,
-    int32 [b]). `cache` are keys and values [b, slots, k·c], heads side by side; with fewer slots than a row has places,
-    a ring. Returns the output [b, s, h, c] in the dtype of the queries, and the new keys and values of the cache.
+    int32 [b]). Its keys and values are None if the cache has them already. `cache` are keys and values
+    [b, slots, k·c], heads side by side; with fewer slots than a row has places, a ring. Returns the output [b, s, h, c]
+    in the dtype of the queries, and the new keys and values of the cache.
     """
     slots, length_b, seen_bt = cache[0].shape[1], x.query_offset, x.key_segments_bt
     slot_bs, ring = new_slots(x.query_segments_bs, length_b), slots < seen_bt.shape[1]
@@ -91,7 +105,7 @@ def take_places(segments_bt: jax.Array, place_bs: jax.Array) -> jax.Array:
 
 def with_heads(x: AttentionInputs, cache: Iterable[jax.Array], key_segments_bt: jax.Array) -> AttentionInputs:
     """Return `x` with the keys and values of a cache, and their documents."""
-    k, v = (split_heads(array, x.k_btkc, x.q_bshc.dtype) for array in cache)
+    k, v = (split_heads(array, x.q_bshc) for array in cache)
     return dataclasses.replace(x, k_btkc=k, v_btkc=v, key_segments_bt=key_segments_bt)
 
 
@@ -100,13 +114,15 @@ def merge_heads(x_bskc: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return x_bskc.reshape(*x_bskc.shape[:2], -1).astype(dtype)
 
 
-def split_heads(x_btx: jax.Array, like_bskc: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Undo `merge_heads`, with the heads of `like_bskc`."""
-    return x_btx.reshape(*x_btx.shape[:2], *like_bskc.shape[2:]).astype(dtype)
+def split_heads(x_btx: jax.Array, like_bshc: jax.Array) -> jax.Array:
+    """Undo `merge_heads`, with channels and dtype of `like_bshc`."""
+    return x_btx.reshape(*x_btx.shape[:2], -1, like_bshc.shape[3]).astype(like_bshc.dtype)
 
 
 def write_heads(cache: KeysAndValues, x: AttentionInputs, slot_bs: jax.Array) -> KeysAndValues:
-    """Write the keys and values of `x` to a cache, see `write_slots`."""
+    """Write the keys and values of `x`, if it has any, to a cache, see `write_slots`."""
+    if x.k_btkc is None:
+        return cache
 
     def write(k: jax.Array, v: jax.Array) -> KeysAndValues:
         new = (merge_heads(array, k.dtype) for array in (x.k_btkc, x.v_btkc))

@@ -199,9 +199,8 @@ def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -
     return ""
 
 
-def _kernel(
-    forward: Callable[..., Any], architecture: Architecture, x: MixInputs, _parts: MixParts = ALL_PARTS
-) -> Heads:
+def mix_arrays(x: MixInputs) -> MixArrays:
+    """Return the arrays as kernels take them."""
     packed_bsy, halo, segments_bs, rotary, weights, delayed_start_x = x
     dtype = packed_bsy.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
@@ -214,8 +213,13 @@ def _kernel(
     start = None if delayed_start_x is None else delayed_start_x.astype(dtype)
     cos, sin = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in rotary)
     packed_bsmc = packed_bsy.reshape(*packed_bsy.shape[:2], -1, weights.depthwise_bias_nc.shape[1])
-    arrays = MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start)
-    return _mix(architecture, forward, arrays)
+    return MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start)
+
+
+def _kernel(
+    forward: Callable[..., Any], architecture: Architecture, x: MixInputs, _parts: MixParts = ALL_PARTS
+) -> Heads:
+    return _mix(architecture, forward, mix_arrays(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

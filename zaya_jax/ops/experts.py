@@ -21,7 +21,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.class_sort import class_sort
-from pallas_kernels.grouped_matmul import grouped_outer, grouped_product
+from pallas_kernels.grouped_matmul import Classes, grouped_outer, grouped_product
 from pallas_kernels.grouped_swiglu import grouped_swiglu, grouped_swiglu_backward
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
@@ -29,11 +29,13 @@ from zaya_jax.ops.grouped_matmul import grouped_matmul, split
 from zaya_jax.ops.names import MATMUL_OUTPUT, recomputed
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 from zaya_jax.ops.parts import part
-from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
+from zaya_jax.ops.stacked import Matrices, StackedLayer, in_stack, matrix_gradient
 
 # Tokens and classes up to which tokens are sorted by a kernel, whose work grows with the square of the tokens. It is
 # cheap enough to run again in the backward pass.
 MOST_SORTED, MOST_CLASSES = 2**17, 64
+# Tokens up to which they are not sorted if there is no gradient, as in a decode step: each program looks for its own.
+MOST_UNSORTED = 64
 
 
 def dispatch_experts(
@@ -114,7 +116,7 @@ def _kernel(architecture: Architecture, *arguments: Any, gather: bool = False) -
             order, sizes_e = class_sort(expert_t, experts, h_td.dtype, architecture=architecture)
         else:
             order, sizes_e = _sort(expert_t, experts)
-    x = _Sorted(h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
+    x = _Sorted(h_td, expert_t, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
     out_td, kept = checkpoint_name(_experts((architecture, gather), x), MATMUL_OUTPUT), _space(x, down_efd)
     return out_td if kept is None else (out_td, kept, down_efd.layer)
 
@@ -123,6 +125,7 @@ class _Sorted(NamedTuple):
     """Inputs of the kernels."""
 
     h_td: jax.Array
+    expert_t: Any
     order_t: Any  # permutation that sorts the tokens by expert
     sizes_e: Any
     weight_t: jax.Array
@@ -135,6 +138,8 @@ How = tuple[Architecture, bool]  # and whether rows are gathered before the prod
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _experts(how: How, x: _Sorted) -> jax.Array:
+    if len(x.h_td) <= MOST_UNSORTED and not isinstance(x.down, StackedLayer):
+        x = x._replace(order_t=None, sizes_e=Classes(x.expert_t))  # so that nothing needs the sort, which does not run
     return _run(how[0], x, keep=False)[0]
 
 
@@ -169,7 +174,7 @@ def _experts_forward(how: How, x: _Sorted) -> tuple[jax.Array, Any]:
 
 def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted]:
     (architecture, gather), (x, kept) = how, saved  # a reference, or gate and up themselves
-    h_td, order_t, sizes_e, weight_t, gate_up, down = x
+    h_td, _, order_t, sizes_e, weight_t, gate_up, down = x
     up_layer, down_layer = in_stack(gate_up).pair, in_stack(down).pair
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
         dout_td, order_t, weight_t, down_layer, kept[...], sizes_e, architecture
@@ -184,7 +189,7 @@ def _experts_backward(how: How, saved: Any, dout_td: jax.Array) -> tuple[_Sorted
         dgate_up = matrix_gradient(functools.partial(outer, h_td, dgate_up_tf, order_t=order_t, moved="x"), gate_up)
     dh_td = grouped_product(dgate_up_tf, up_layer, sizes_e, True, (order_t, None), architecture=architecture)
     dweight_t = jnp.zeros_like(weight_t).at[order_t].set(dweight_t, unique_indices=True)
-    return (_Sorted(dh_td, None, None, dweight_t, dgate_up, ddown),)  # None means zero
+    return (_Sorted(dh_td, None, None, None, dweight_t, dgate_up, ddown),)  # None means zero
 
 
 _experts.defvjp(_experts_forward, _experts_backward)
@@ -203,15 +208,21 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
         return experts(h, jnp.repeat(jnp.asarray(expert_t), h.shape[0] // ROWS), weight, gate_up, down)
 
     arrays = (Input((ROWS, d)), Input((ROWS,), 0.1, 0.5), Input((e, d, 2 * f), d**-0.5), Input((e, f, d), f**-0.5))
-    return {"experts": Check(run, arrays, 2)}
+    few = tuple(x._replace(shape=(MOST_UNSORTED, *x.shape[1:])) for x in arrays[:2])
+
+    def run_few(experts: Any, h: jax.Array, *others: jax.Array) -> list[jax.Array]:
+        some, one = jnp.asarray(expert_t[:MOST_UNSORTED]), jnp.zeros(MOST_UNSORTED, jnp.int32)
+        return [experts(h, classes, *others) for classes in (some, one)]
+
+    return {"experts": Check(run, arrays, 2), "experts of few": Check(run_few, (*few, *arrays[2:]), 0, gradient=False)}
 
 
 def _shape(h: jax.Array, _expert: Any, _weight: Any, _gate_up: Any, down: Matrices) -> tuple[int, ...]:
     return max(h.shape[0] // down.shape[0], 1), h.shape[1], down.shape[1]
 
 
-_FORWARD, _BACKWARD = ("grouped_swiglu", "grouped_product", "class_sort"), ("grouped_swiglu_backward", "grouped_outer")
-_TILES = (*_FORWARD, *_BACKWARD, "grouped_product_transposed")
+_TILES = ("grouped_swiglu", "grouped_product", "class_sort", "grouped_step", "grouped_swiglu_backward", "grouped_outer",
+          "grouped_product_transposed")  # fmt: skip
 _PALLAS = Kernel("pallas", _kernel, _unsupported, _TILES)
 _GATHERED = Kernel("pallas_gathered", functools.partial(_kernel, gather=True), _unsupported, _TILES)
 _PRODUCTS = ("grouped_product", "grouped_product_transposed", "grouped_outer")

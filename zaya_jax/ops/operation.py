@@ -47,7 +47,8 @@ class Check(NamedTuple):
 
     run: Callable[..., Any]  # takes an implementation of the operation, then the arrays, and returns its outputs
     inputs: tuple[Input, ...]  # descriptions of the arrays, which are rounded to the checked dtype for both sides
-    # number of leading arrays whose rows can be repeated, to make them large. Outputs must then be repeated, too;
+    # number of leading arrays whose rows can be repeated, to make them large; 0 if there are always few. Outputs must
+    # then be repeated, too;
     # without a gradient, an output may instead be a sum over rows, which grows by the number of repeats.
     rows: int
     gradient: bool = True  # whether to check the gradient of each array, too

@@ -21,9 +21,10 @@ from pallas_kernels.tiles import PLATFORMS, Tuned
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.table import Table
 from zaya_jax.errors import InputError, did_you_mean
-from zaya_jax.ops import Ops
+from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTIONS
 from zaya_jax.ops.cca_mix import CCA_MIX
+from zaya_jax.ops.cca_mix_step import CCA_MIX_STEP
 from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
 from zaya_jax.ops.grouped_matmul import GROUPED_PRODUCTS
@@ -31,15 +32,16 @@ from zaya_jax.ops.kernel_table import REFERENCE, Choice, KernelTable, nearest
 from zaya_jax.ops.operation import TOLERANCE, Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
 from zaya_jax.ops.residual_norm import RESIDUAL_NORM
-from zaya_jax.ops.router import ROUTER
+from zaya_jax.ops.router import ROUTER, ROUTER_STEP
 from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu, repeats
 from zaya_jax.ops.target import GPU_PLATFORMS, Target
 from zaya_jax.ops.vendor_attention import LIBRARIES
 
 _ATTENTION = dataclasses.replace(ATTENTION, kernels=(*ATTENTION.kernels, *LIBRARIES))
 _MIXING = (RESIDUAL_NORM, CCA_MIX, _ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
+_STEP = (CCA_MIX_STEP, ROUTER_STEP)
 # Operations come before those that they use.
-_OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
+_OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, *_STEP, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
 
 
 def _with_installed(operations: dict[str, Operation]) -> dict[str, Operation]:
@@ -88,7 +90,8 @@ class KernelSelection:
     @functools.cached_property
     def ops(self) -> Ops:
         """The implementations that the model and the optimizer call."""
-        return Ops(**{name: self.implementation(name) for name in OPERATIONS.keys() & _FIELDS})
+        able = (x for x in OPERATIONS.keys() & _FIELDS if x in self.chosen or getattr(LOCAL, x) is not None)
+        return Ops(**{name: self.implementation(name) for name in able})
 
     def implementation(self, name: str) -> Callable[..., Any]:
         """Return the implementation of an operation."""

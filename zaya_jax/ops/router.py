@@ -1,7 +1,7 @@
 """The ZAYA1 router after its down-projection: depth averaging, norm, three-layer MLP, softmax (docs/reference.md §1.4).
 
-There is no kernel: one that did all of it lost to XLA's compilation, forward and backward
-(benchmarks/gpu/nvidia_h200/removed.json).
+Training has no kernel: one that did all of it lost to XLA's compilation, forward and backward
+(benchmarks/gpu/nvidia_h200/removed.json). For the few tokens of a decode step, one kernel replaces 11 launches.
 """
 
 import functools
@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels import router_step as step_kernel
+from pallas_kernels.tiles import Architecture, platform
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.norm import rms_norm
-from zaya_jax.ops.operation import ROWS, Check, Input, Operation
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
 
 
@@ -86,7 +89,51 @@ def _matmul_backward(saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...
 _matmul.defvjp(lambda *saved: (_matmul(*saved), saved), _matmul_backward)
 
 
-def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
+def choose_class(probability: jax.Array, bias: jax.Array, real_bs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Choose the class with the highest biased probability; ties go to the lowest.
+
+    The probabilities are [.., e + 1], or [.., e] for a router that never skips; the bias [e + 1] is for the choice
+    only; `real_bs` is false for padding. Returns the int32 class of each token, skip (e) for padding, and the
+    probability of its choice without the bias; 0 for skip.
+    """
+    classes = jnp.arange(probability.shape[-1], dtype=jnp.int32)
+    biased = jax.lax.stop_gradient(probability) + bias[: probability.shape[-1]]
+    expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
+    # A masked sum, whose gradient is elementwise; that of a gather is a scatter.
+    chosen = (classes == expert[..., None]) & (classes != bias.shape[0] - 1)
+    return jnp.where(real_bs, expert, bias.shape[0] - 1), jnp.where(chosen, probability, 0.0).sum(-1)
+
+
+def router_step(
+    projected_bsr: jax.Array, state_bsr: jax.Array, weights: RouterWeights, eps: float, dtype: jax.typing.DTypeLike,
+    bias_c: jax.Array, real_bs: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Apply `router`, then `choose_class`; returns class, weight and state of each token, without a gradient."""
+    probability, state = router(projected_bsr, state_bsr, weights, eps, dtype)
+    return *choose_class(probability, bias_c, real_bs), state
+
+
+def _step_unsupported(architecture: Architecture, projected: Any, state: Any, weights: RouterWeights, *_: Any) -> str:
+    if weights.hidden1_rr is None or weights.hidden2_rr is None:
+        return "The router_step kernel needs two hidden layers."
+    (r, classes), exact = weights.output_rc.shape, {projected.dtype, state.dtype} == {jnp.dtype(jnp.float32)}
+    if not exact or r & (r - 1) or not 16 <= r <= 512 or classes > 64:
+        needs = "a state in float32 of 16 to 512 elements, a power of two, and at most 64 classes"
+        return f"The router_step kernel needs {needs}, not {r} elements in {state.dtype} and {classes} classes."
+    if weights.output_rc.dtype == jnp.float32 and platform(architecture) == "cuda":
+        return "The router_step kernel supports no float32 on NVIDIA GPUs, where its registers would spill."
+    return other_dtypes("router_step", weights.hidden1_rr, weights.hidden2_rr, weights.output_rc)
+
+
+def _step(architecture: Architecture, *arguments: Any) -> tuple[jax.Array, ...]:
+    projected, state, weights, eps, _dtype, bias, real = arguments
+    projected, state = (array.reshape(-1, array.shape[-1]) for array in (projected, state))
+    tokens: Any = weights, bias, real.reshape(-1).astype(jnp.int32)
+    each = step_kernel.router_step(projected, state, *tokens, eps=eps, architecture=architecture)
+    return tuple(x.reshape(*real.shape, *x.shape[1:]) for x in each)
+
+
+def _checks(model: ModelConfig, _training: bool, *more: Any) -> dict[str, Check]:
     if model.router != "zaya":
         return {}
     r, classes = model.router_size, model.num_experts + 1
@@ -97,7 +144,7 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
         *hidden, output = matrices
         (first, bias1), (second, bias2) = [*zip(hidden, (bias1, bias2), strict=False), (None, None), (None, None)][:2]
         weights = RouterWeights(bias, scale, norm, first, bias1, second, bias2, output)
-        return router(projected.astype(exact), state.astype(exact), weights, 1e-5, output.dtype)
+        return router(projected.astype(exact), state.astype(exact), weights, 1e-5, output.dtype, *more)
 
     rows, matrix = Input((ROWS, r)), Input((r, r), r**-0.5)
     hidden = [matrix] * (model.router_layers - 1)
@@ -105,3 +152,17 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
 
 
 ROUTER = Operation("router", router, _checks)
+
+
+def _step_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
+    """Return a check whose bias forces a choice, since rounding may decide between classes that are about as likely."""
+    rows, classes = 32, np.arange(model.num_experts + 1)
+    checks = _checks(model, training, np.where(classes == 1, np.float32(10), 0), np.arange(rows) % 5 != 0)
+    few = [Input((rows, model.router_size))] * 2
+    return {name: check._replace(inputs=(*few, *check.inputs[2:]), rows=0, gradient=False)
+            for name, check in checks.items()}  # fmt: skip
+
+
+_STEP = Kernel("pallas", _step, _step_unsupported, ("router_step",))
+ROUTER_STEP = Operation("router_step", router_step, _step_checks, (_STEP,),
+                        shape=lambda x, *_: (x.size // x.shape[-1], x.shape[-1]))  # fmt: skip

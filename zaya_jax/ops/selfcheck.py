@@ -42,9 +42,11 @@ def compare_large(check: Check, dtype: str, implementation: Implementation, leas
     """Return the largest relative difference between results for an array and for the same with its rows repeated.
 
     The large arrays have at least `least` bytes. None if `memory`, in bytes, is too small for them, or rows would be
-    repeated more than `MOST_TIMES`.
+    repeated more than `MOST_TIMES`; 0 if the check repeats none.
     """
     arrays, rows = _draw(check, dtype), check.rows
+    if not rows:
+        return 0.0
     times = least // max(x.nbytes for x in arrays[:rows]) + 1
     if times > MOST_TIMES:
         return None

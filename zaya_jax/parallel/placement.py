@@ -84,7 +84,7 @@ class Placement:
         if self.mesh.shape["context"] == 1:
             return ops
         cached = tree_cached_attention(ops.partial_attention, ops.cached_attention)
-        return dataclasses.replace(ops, cached_attention=cached)
+        return dataclasses.replace(ops, cached_attention=cached, cca_mix_step=None)
 
     def gradient(
         self, local_loss: LocalLoss, keep_rows: bool = False, continued: Collection[str] = ()

@@ -201,6 +201,8 @@ def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
     elif name == "residual_norm_backward":  # it may read one layer of [l, t, d]
         tokens_width = next(sizes for _, sizes in shapes if len(sizes) == 2)
         shapes = [(dtype, tokens_width if sizes[1:] == tokens_width else sizes) for dtype, sizes in shapes]
+    elif name == "cca_mix_step":  # it writes one slot of each row of a cache [b, t, x]
+        shapes = [(dtype, (sizes[0], sizes[2]) if len(sizes) == 3 else sizes) for dtype, sizes in shapes]
     tokens = rows * max((sizes[0] for _, sizes in shapes if len(sizes) == 2), default=0)
 
     def moved_share(sizes: tuple[int, ...]) -> float:
@@ -211,7 +213,7 @@ def _kernel_work(name: str, shapes: _Arrays, shares: Shares) -> Work:
 
     moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * moved_share(sizes) for dtype, sizes in shapes)
     fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
-    family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", name)
+    family = re.sub(r"_(forward|backward.*|transposed|outer|polynomial|step)$", "", name)
     return Work(f"kernel {family}", moved, share * _kernel_flops(name, shapes), "kernel", fp32, kernel=name)
 
 
