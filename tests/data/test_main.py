@@ -22,7 +22,6 @@ TEXTS = make_texts(40)
 # Runs the command and says which of the heavy libraries it has imported.
 LOOK = """
 import sys
-from zaya_jax.data import __main__ as data_main
 from zaya_jax.data.__main__ import main
 if __name__ == "__main__":
     status = main(sys.argv[1:])

@@ -142,11 +142,11 @@ def test_a_long_prompt_advances_by_a_chunk_between_the_blocks_of_others():
 
 
 def python_calls(work):
-    """Count the calls of Python functions by module and name."""
+    """Count the calls of functions by module and name, for functions in C those of the caller."""
     calls = Counter()
 
     def count(frame, event, _):
-        if event == "call":
+        if event in ("call", "c_call"):
             calls[frame.f_globals.get("__name__", ""), frame.f_code.co_name] += 1
 
     sys.setprofile(count)
@@ -164,7 +164,7 @@ def test_the_host_calls_few_functions_a_row_whatever_the_steps():
     one, many = (python_calls(lambda steps=steps: engine().step(steps)).total() for steps in (1, BLOCK))
     for handle in handles:
         engine().cancel(handle)
-    assert max(one, many) < 50 + 20 * SLOTS
+    assert max(one, many) < 100 + 40 * SLOTS
 
 
 def test_what_depends_on_the_model_alone_happens_once():
@@ -220,7 +220,7 @@ def test_requests_past_the_slots_of_a_cpu_wait(monkeypatch):
     for _ in range(SLOTS + 2):
         made.submit([1], 9)
     made.step(1)
-    made.reserve(SLOTS + 2, LENGTH)  # an engine that has no more to give stays as it is, though busy
+    made.reserve(SLOTS + 3, LENGTH)  # an engine that has no more to give stays as it is, though busy
     assert (made.slots, len(made._running)) == (SLOTS, SLOTS)
 
 

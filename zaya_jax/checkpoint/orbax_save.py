@@ -77,8 +77,8 @@ def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
     """
     log = logging.getLogger("absl")
     level = log.level
-    # After one of Orbax's threads has failed, others can fail later, so the filter stays.
-    log.addFilter(_is_not_from_signaling_thread)  # which is there once
+    # After one of Orbax's threads has failed, others can fail later, so the filter stays; a logger adds it once.
+    log.addFilter(_is_not_from_signaling_thread)
     _hide_closed_loops()
     log.setLevel(logging.CRITICAL)
     try:

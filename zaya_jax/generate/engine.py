@@ -133,9 +133,8 @@ class Engine:
         self._asked = slots  # a longer cache can have fewer rows of padding
         length = min(capacity_class(length), most)
         platform = jax.local_devices()[0].platform
-        own = max(-(-slots // self._shards), least_rows(platform, length))
-        own = min(own, ONE_SIZE) if platform == "cpu" else own
-        slots = own * self._shards
+        slots = self._capped(max(-(-slots // self._shards), least_rows(platform, length)) * self._shards)
+        own = slots // self._shards
         needed = state_bytes(self._model, slots, length, self.placement)
         _check_memory(slots, length, needed)
         self.slots, self.length, self.cache_bytes = slots, length, needed  # bytes of a device
@@ -153,14 +152,17 @@ class Engine:
         leaves, structure = jax.tree.flatten(self._model)
         return leaves, make_programs(structure, self.placement, self._options)
 
+    def _capped(self, slots: int) -> int:
+        return min(slots, ONE_SIZE * self._shards) if jax.local_devices()[0].platform == "cpu" else slots
+
     def reserve(self, slots: int, length: int) -> None:
-        """Make at least so many slots of this length, or of the model's positions if these are fewer.
+        """Make at least so many slots, but at most 256 a CPU, of this length, or of the model's positions if fewer.
 
         An engine that has them stays as it is. Otherwise the cache is allocated anew, and the next step is compiled for
         it. `CacheTooLarge` if the new one does not fit in memory, ValueError if there are requests that have not ended.
         """
         length = min(length, self.config.max_positions)
-        if slots <= max(self.slots, self._asked) and length <= self.length:
+        if self._capped(slots) <= max(self.slots, self._asked) and length <= self.length:
             return
         if self.busy:
             raise ValueError("An engine with requests cannot get other slots: let them end, or cancel them.")

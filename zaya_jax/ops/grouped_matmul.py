@@ -24,7 +24,7 @@ from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
 # Sizes of blocks, descending, for up to so many rows in all. XLA:CPU sums products of few rows in another order. Up to
 # `ONE_SIZE` rows, which can be of as many requests, a row's result may not depend on the number that chose its expert.
 ONE_SIZE = 256
-ROW_BLOCKS = {ONE_SIZE: (16,), 512: (128, 64, 48, 32, 16), 2**31: (256, 192, 128, 96, 64)}
+ROW_BLOCKS = {ONE_SIZE: (16,), 512: (128, 64, 48, 32, 16), 2**31: (256, 128, 64)}
 OUTER_BLOCKS = (256, 64)
 Product = Callable[..., jax.Array]
 
@@ -137,6 +137,8 @@ def _over_blocks(
     """
     starts_e, done_e = jnp.cumsum(sizes_e) - sizes_e, jnp.zeros_like(sizes_e)
     for size, rest in blocks:
+        if rest >= rows:
+            continue
         block = min(size, rows)
         count_e = (jnp.maximum(sizes_e - done_e - rest, 0) + block - 1) // block
         ends_e, first_e = jnp.cumsum(count_e), starts_e + done_e

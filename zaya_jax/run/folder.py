@@ -192,8 +192,9 @@ def _compare(folder: Path, config: Config) -> None:
     listed = [*rest[:5], *([f"{len(rest) - 5} more"] if len(rest) > 5 else [])]
     more = f" Other differences: {', '.join(listed)}." if rest else ""
     weights = "" if key.startswith("model.") else f": with init_from={folder} it starts from that run's weights"
-    if all(each.endswith("learning_rate") for each in (key, *rest)):
-        weights = f": with resume_from={folder} it continues that run"
+    if config.lora is None and all(each.endswith("learning_rate") for each in (key, *rest)):
+        cleared = "" if config.init_from is None else "init_from=null "
+        weights = f": with {cleared}resume_from={folder} it continues that run, if its phases have tokens left"
     problem = f"{folder} contains a run with a different configuration: {key} was {was} and is now {becomes}.{more}"
     restore = f"Restore the old value{'s' if rest else ''} to resume that run"
     raise InputError(f"{problem} {restore}, or choose another run_dir{weights}.")

@@ -243,9 +243,12 @@ def test_json_lines_have_the_names_of_public_data_sets_and_are_never_one_text_si
         touch(tmp_path / name)
     assert sorted(names(list_units([tmp_path]), tmp_path)) == sorted([*compressed, "00.jsonl.zst"])
     assert (
-        "data: 2 items of the input not read: 1 .json, 1 .zst. For other text files pass --suffixes"
-        in capsys.readouterr().err
-    )
+        "data: 2 items of the input not read: 1 .json, 1 .zst. .json files are read if they are named. For other text "
+        "files pass --suffixes.\n"
+    ) in capsys.readouterr().err
+    (tmp_path / "notes.zst").unlink()
+    list_units([tmp_path])
+    assert capsys.readouterr().err.endswith("1 .json. .json files are read if they are named.\n")
     lines = touch(tmp_path / "lines.json", b'{"text": "a"}\n{"text": "b"}\n')
     assert [unit.format for unit in list_units([lines])] == ["jsonl"]
     with pytest.raises(InputError, match=r"lines\.json has one JSON object per line, .* Name it \.jsonl"):

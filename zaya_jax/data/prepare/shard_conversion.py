@@ -30,7 +30,7 @@ from zaya_jax.run.files import read_file, write_atomically
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.writing import PARTIAL, remove
 
-_MOST_EXAMPLES = 20  # problems that messages and the manifest list
+_MOST_EXAMPLES = 20  # problems that messages and the manifest list, and further lines of each
 
 _REPORT_EVERY = 1 << 20  # bytes of input between progress reports
 

@@ -88,8 +88,12 @@ def list_units(
     read = {file for unit in units for file in unit.files}
     unread.update("empty" for file in files if file.path not in read)
     if unread:
+        named = [suffix for suffix in _NAMED if suffix in unread]
+        advice = f" {' and '.join(named)} files are read if they are named." if named else ""
+        if any(kind.startswith(".") and kind not in _NAMED for kind in unread):
+            advice += " For other text files pass --suffixes."
         left_out = f"{counted(unread.total(), 'item')} of the input not read: {list_counts(unread)}"
-        print(f"data: {left_out}. For other text files pass --suffixes.", file=sys.stderr)
+        print(f"data: {left_out}.{advice}", file=sys.stderr)
     if raw := sum(file.format == "text" and file.path.endswith(".json") for file in files):
         print(f"data: {counted(raw, '.json file')} read as plain text, one document each.", file=sys.stderr)
     return units
