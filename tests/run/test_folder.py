@@ -163,7 +163,7 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, claime
      r"seed was 0 and is now 7\. Other differences: init_from, lora\. Restore .*, or choose another run_dir: with "
      r"init_from=.*/run it starts from that run's weights\.$"),
     ({"optimizer.muon.learning_rate": 1.0, "optimizer.adamw.learning_rate": 1.0},
-     r"Other differences: optimizer\.adamw\.learning_rate\. .*: with resume_from=.*/run it continues that run, if .* left\.$"),
+     r"Other differences: optimizer\.adamw\.learning_rate\. .*: with resume_from=.* if its phases have tokens left\.$"),
     ({"optimizer.muon.learning_rate": 1.0, "optimizer.muon.momentum": 0.5}, r"another run_dir: with init_from=.*/run"),
     ({"lora": LoraConfig(4, 8)}, r"lora was null and is now set\. Restore"),
     ({"data.sources": Table({"web": SourceConfig("data/web")})}, r"data\.sources was absent and is now set\. "),
