@@ -70,6 +70,9 @@ def test_prepare_suggests_a_fraction_where_it_holds_out_nothing(call, capsys, tm
     call[call.index("--output") + 1] += "-one"
     assert main([*call, "--heldout", "1e-9"]) == 0
     assert "No document is held out for evaluation. Split the text" in capsys.readouterr().out
+    call[call.index("--output") + 1] += "-all"
+    assert main([*call, "--heldout", "1"]) == 0
+    assert "No document is left to train on. To train, prepare into another --output" in capsys.readouterr().out
 
 
 def test_prepare_prints_what_the_folder_holds(call, tmp_path, capsys):

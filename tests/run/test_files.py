@@ -125,7 +125,8 @@ def test_a_missing_path_is_named_with_the_one_that_was_meant(tmp_path, monkeypat
         require_existing(folder / "runs" / "tiny", "It")
         with pytest.raises(InputError) as caught:
             require_existing(folder / missing, "It")
-        assert str(caught.value) == "It does not exist." + (f" Did you mean {folder / meant}?" if meant else "")
+        inside = "" if folder.is_absolute() else f" Relative paths start in {tmp_path}."
+        assert str(caught.value) == "It does not exist." + (f" Did you mean {folder / meant}?" if meant else inside)
 
 
 def test_what_is_named_as_on_the_hub_gets_the_command_that_downloads_it(tmp_path, monkeypatch):

@@ -60,7 +60,8 @@ def require_existing(path: Path, named: str) -> None:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise InputError(f"{named} does not exist.{nearest_path(path) or hub_hint(str(path))}") from error
+        inside = "" if path.is_absolute() else f" Relative paths start in {Path.cwd()}."
+        raise InputError(f"{named} does not exist.{nearest_path(path) or hub_hint(str(path)) or inside}") from error
     except OSError as error:
         raise InputError(f"{named} cannot be read: {error.strerror}.") from error
 

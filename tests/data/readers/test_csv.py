@@ -65,6 +65,7 @@ def test_a_quote_that_is_not_closed_is_bad(tmp_path, read_all):
     ("text,text\n1,a\n", r"has several columns 'text'; its columns are 'text', 'text'\.$"),
     ("prompt,completion\n1,a\n", r"has no column 'text'; .*; it has 'prompt', and --chat reads conversations\.$"),
     ("prompt,completion,completion\n1,a,b\n", r"has several columns 'completion'; its columns are [^;]*\.$"),
+    ("id;text\n1;a\n", r"is 'id;text', whose cells seem to be separated by ';'\. Write the table with commas between"),
     ('"a" b,c\n', r"The first row of .*a\.csv, which names the columns, cannot be read: "),
 ])  # fmt: skip
 def test_a_table_without_the_column_is_refused(tmp_path, read_all, content, message):

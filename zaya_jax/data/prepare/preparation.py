@@ -309,6 +309,9 @@ def summary(folder: Path, manifest: Manifest) -> str:
         more = f"To hold out about {count * fraction:.0f}, prepare into another --output with --heldout {fraction:.1g}."
         advice = more if count > 1 else "Split the text: each file, or line of a .jsonl file, is one document."
         lines.append(f"  No document is held out for evaluation. {advice}")
+    if manifest.train.documents == 0 and manifest.heldout.documents:
+        advice = "prepare into another --output with a smaller --heldout, or from more documents."
+        lines.append(f"  No document is left to train on. To train, {advice}")
     keys = ", ".join(f"{key!r} ({count:,})" for key, count in manifest.unread_keys.items())
     lines += [f"  keys not read: {keys:.2000}"] if keys else []
     lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]

@@ -43,6 +43,9 @@ def _header(file: str, rows: Iterator[list[str]], field: str) -> list[str]:
         names = next(rows, [])
     except csv.Error as error:
         raise InputError(f"The first row of {file}, which names the columns, cannot be read: {error}.") from error
+    if len(names) == 1 and field not in names and (other := next((sign for sign in ";\t" if sign in names[0]), "")):
+        problem = f"{names[0]!r}, whose cells seem to be separated by {other!r}"
+        raise InputError(f"The first row of {file} is {problem}. Write the table with commas between cells.")
     name = fields.find_field(field, names) or field
     # Columns without a name are those of commas at the end of each row.
     fields.require_columns(file, field, names, filter(None, names) if fields.is_pair(field, name) else [name])
