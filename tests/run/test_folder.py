@@ -247,6 +247,29 @@ def test_other_sources_are_another_configuration(config, sources, key):
         pass
 
 
+@pytest.mark.parametrize(
+    ("mixtures", "is_free"),
+    [([{"a": 1}, {"a": 2}], True), ([{"a": 1}, {"a": 1, "b": 0}], False), ([{"a": 1}, {}], False)],
+)
+def test_a_source_that_no_phase_reads_or_evaluates_may_change(config, mixtures, is_free):
+    phases = [dataclasses.replace(config.phases[0], name=f"p{i}", mixture=Table(m)) for i, m in enumerate(mixtures)]
+    sources = {"a": SourceConfig("a"), "b": SourceConfig("b", 2.0)}
+    config = change(config, {"phases": tuple(phases), "data.sources": Table(sources)})
+    with claimed(config) as folder:
+        pass
+    changed = change(config, {"data.sources": Table({**sources, "b": SourceConfig("c")})})
+    removed = change(config, {"data.sources": Table({"a": SourceConfig("a")})})
+    for other_one in (changed, removed):
+        if is_free:
+            with claimed(other_one):
+                pass
+        else:
+            refused(other_one, folder, r"data\.sources\.b.* was ")
+    refused(
+        change(config, {"data.sources": Table({**sources, "a": SourceConfig("a", 1.0)})}), folder, r"sources\.a\.max"
+    )
+
+
 def test_keys_of_the_corpus_that_a_run_with_sources_never_read_can_be_removed(config):
     sources = {"data.sources": Table({"code": SourceConfig("code")})}
     with claimed(change(config, sources | {"data.corpus": "texts", "data.heldout_fraction": 0.5})) as folder:

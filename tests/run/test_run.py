@@ -60,13 +60,24 @@ def test_all_of_a_run_is_read_without_jax(tmp_path):
 def test_a_folder_without_a_run_and_a_run_without_files_are_told_apart(tmp_path):
     with pytest.raises(InputError, match=r"nowhere does not exist\.$"):
         open_run(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"is not a run folder"):
+    with pytest.raises(InputError, match=r"is not a run folder: it contains neither config\.yaml nor checkpoints/\.$"):
         open_run(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     run = open_run(tmp_path)  # as import-hf leaves it
     assert [getattr(run, name) for name in PROPERTIES if name != "config"] == [[], {}, None, [], [], [], [], None]
     with pytest.raises(InputError, match=r"config\.yaml"):
         _ = run.config
+
+
+@pytest.mark.parametrize(
+    ("count", "listed"), [(1, "{0}/r0"), (5, "{0}/r0, {0}/r1, {0}/r2, {0}/r3, {0}/r4"), (7, ".*{0}/r4, 2 more")]
+)
+def test_the_runs_inside_a_folder_that_is_none_are_named(count, listed, tmp_path):
+    (tmp_path / "data").mkdir()
+    for index in range(count):
+        (tmp_path / f"r{index}" / ("checkpoints" if index % 2 else "config.yaml")).mkdir(parents=True)
+    with pytest.raises(InputError, match=rf" Name one of the runs inside: {listed.format(tmp_path)}\.$"):
+        open_run(f"{tmp_path}/")
 
 
 TRAINED = """

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -71,11 +72,17 @@ def test_parameters_are_the_folders_and_the_rest_is_fresh(layout, dtype, tmp_pat
                          dataclasses.replace(fresh, params={}, balance={}))  # fmt: skip
 
 
-def test_the_first_key_that_differs_is_named(tmp_path):
+def test_the_keys_that_differ_are_named_and_their_values_fit(tmp_path):
     config = small_run(tmp_path)
-    write(tmp_path / "model", config, num_experts=8)
-    with pytest.raises(InputError, match=r"^init_from=hf:.* model\.num_experts is 8, but this configuration has 4"):
+    other = {"model.num_experts": 8, "model.num_layers": 1 + config.model.num_layers, "model.rope_base": 77.0}
+    write(tmp_path / "model", change(config, other))
+    with pytest.raises(InputError, match=r"^init_from=hf:.* Set the same values, or leave out init_from") as end:
         run_training(with_folder(tmp_path / "model", config))
+    assert re.findall(r"(model\.\S+)=(\d+) \(this configuration has (\d+)\)", str(end.value)) == [
+        (key, str(other[key]), str(getattr(config.model, key[6:]))) for key in ("model.num_layers", "model.num_experts")
+    ]
+    assert "layer_pattern" not in str(end.value)  # the folder has it in full
+    open_init_from(with_folder(tmp_path / "model", change(config, {key: other[key] for key in other if "num" in key})))
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 

@@ -101,7 +101,7 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
 
     said({}, r"^resume_from=.* is at step 14, but this configuration ends after step 14\. Raise phases\.train\.tokens")
     longer = of_steps(base, 16).phases
-    said({"phases": longer, "model.num_experts": 2}, r"^resume_from=.* a different architecture: .*\.num_experts is 4")
+    said({"phases": longer, "model.num_experts": 2}, r"^resume_from=.* a different architecture: .*\.num_experts=4 ")
     said({"phases": longer, "seed": 3}, r"^resume_from=.* made with seed=0, but this configuration has 3")
     said({"phases": longer, "optimizer.balance.rule": "sign"}, r"made with optimizer\.balance\.rule='adamw'")
     said({"phases": longer, "data.heldout_fraction": 0.5}, r"^resume_from=.*The saved position belongs to other data")

@@ -169,9 +169,9 @@ def write(monkeypatch):
     now = [50.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
 
-    def write(report, step, seconds=0.5, tokens=100.0, *, pause=0.0):
+    def write(report, step, seconds=0.5, tokens=100.0, *, pause=0.0, **changes):
         now[0] += pause + seconds
-        report.write(row(step), timings(seconds, tokens))
+        report.write(row(step, **changes), timings(seconds, tokens))
 
     return write
 
@@ -227,6 +227,17 @@ def test_the_time_left_follows_the_speed_slowly_and_counts_evaluations_and_saves
     changes = [abs(after + 1 - before) / before for before, after in pairwise(left[50:300])]
     assert max(changes) < 0.1  # of the last steps alone, a pause would raise it by a half
     assert left[299] < left[309] < 690 * 2
+
+
+def test_the_time_left_leaves_out_what_the_first_sample_and_evaluation_compile(capsys, write):
+    report = make(1, phases=(PhaseConfig(100 * 256),))
+    for step in range(1, 13):
+        names = {4: ["sample"], 8: ["score", "sample"], 12: ["score"]}.get(step, [])
+        scores = {name: {"prompt": "a", "continuation": "b"} for name in names}
+        write(report, step, 1.0, pause={4: 40.0, 8: 40.0, 12: 5.0}.get(step, 0.0), **scores)
+    etas = [line.rpartition("ETA ")[2] for line in capsys.readouterr().out.splitlines() if "ETA" in line]
+    assert etas[:11] == [_clock(100 - step) for step in range(1, 12)]
+    assert etas[11] != _clock(88)  # the second evaluation counts
 
 
 def test_a_line_has_the_throughput_of_all_steps_since_the_last_one(capsys):

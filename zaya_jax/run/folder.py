@@ -230,6 +230,9 @@ def _require_checkpoints(folder: Path) -> None:
 
 
 def _is_free(key: str, config: Config) -> bool:
-    moved = key.startswith("data.sources.") and key.endswith(".path")  # checkpoints identify sources by content
+    of_source, source = key.startswith("data.sources."), key.removeprefix("data.sources.").split(".")[0]
+    moved = of_source and key.endswith(".path")  # checkpoints identify sources by content
+    # A phase that has started did not read it either: training checks that its mixture is unchanged.
+    unused = of_source and all(phase.mixture and source not in phase.mixture for phase in config.phases)
     unread = bool(config.data.sources) and key.removeprefix("data.") in CORPUS_KEYS
-    return moved or unread or f"{key}.".startswith(_FREE)  # also of a section that only one configuration has
+    return moved or unused or unread or f"{key}.".startswith(_FREE)  # also of a section that only one configuration has

@@ -80,5 +80,9 @@ def open_run(path: str | Path) -> Run:
     folder = expanded(path)
     require_existing(folder, str(path))
     if not any((folder / name).exists() for name in (CONFIG, CHECKPOINTS)):
-        raise InputError(f"{path} is not a run folder: it contains neither {CONFIG} nor {CHECKPOINTS}/.")
+        found = {file.parent.name for name in (CONFIG, CHECKPOINTS) for file in folder.glob(f"*/{name}")}
+        inside = [str(Path(path) / name) for name in sorted(found)]
+        listed = [*inside[:5], *([f"{len(inside) - 5} more"] if len(inside) > 5 else [])]
+        advice = f" Name one of the runs inside: {', '.join(listed)}." if inside else ""
+        raise InputError(f"{path} is not a run folder: it contains neither {CONFIG} nor {CHECKPOINTS}/.{advice}")
     return Run(folder)

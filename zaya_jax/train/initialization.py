@@ -37,7 +37,7 @@ def open_init_from(config: Config) -> Weights | None:
     if config.init_from is None:
         return None
     weights, name = open_weights(config.init_from, "init_from"), f"init_from={config.init_from}"
-    check_architecture(weights.config, config.model, name, "Choose another one")
+    check_architecture(weights.config, config.model, name, "leave out init_from")
     if weights.holds_adapters:
         advice = "Merge them with export-hf, and set init_from to the exported folder."
         raise InputError(f"{name} contains adapters. {advice}")

@@ -62,7 +62,7 @@ def resume(
     def prepare(manifest: Manifest) -> TrainState:
         metadata, step = manifest.metadata, manifest.step
         origin = f"The checkpoint at step {step} in {config.run_dir}"
-        check_architecture(model_config(metadata), config.model, origin, "Choose another run_dir")
+        check_architecture(model_config(metadata), config.model, origin, "choose another run_dir")
         check_past(from_dict(metadata["config"]), config, step)
         batches.set_state(metadata["data"])
         return _abstract_state(programs, manifest)
@@ -93,7 +93,7 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> tu
     def prepare(manifest: Manifest) -> TrainState:
         metadata, step = manifest.metadata, manifest.step
         model = model_config(metadata)
-        check_architecture(model, config.model, name, "Choose another run")
+        check_architecture(model, config.model, name, "leave out resume_from")
         if PARAMETERS_ONLY in metadata or "data" not in metadata:
             raise InputError(f"{name} contains parameters but no position in the data. Use init_from instead.")
         if metadata["config"].get("lora") is not None:

@@ -25,18 +25,18 @@ OPTIMIZER_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimiz
 
 def check_architecture(theirs: ModelConfig, ours: ModelConfig, subject: str, advice: str) -> None:
     """Raise `InputError`, from `subject` to `advice`, if weights have other parameters than this configuration."""
-    comparable, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
-    for key, value in _comparable(theirs).items():
-        if value != comparable[key]:
-            values = f"{shown(theirs_dict[key])}, but this configuration has {shown(ours_dict[key])}"
-            raise InputError(f"{subject} has a different architecture: its model.{key} is {values}. {advice}.")
+    here, there = _comparable(ours), _comparable(theirs)
+    keys = [key for key in there if there[key] != here[key]]
+    if keys:
+        each = (f"model.{key}={shown(there[key])} (this configuration has {shown(here[key])})" for key in keys)
+        same = "the same value" if len(keys) == 1 else "the same values"
+        raise InputError(f"{subject} has a different architecture: {', '.join(each)}. Set {same}, or {advice}.")
 
 
 def _comparable(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys that parameters depend on, with the layer pattern in full, and no window if no layer slides."""
+    """Return the keys that parameters depend on, with the shortest layer pattern, and no window if no layer slides."""
     window = model.sliding_window if "sliding" in model.period else None
-    pattern = model.period * model.num_groups
-    keys = to_dict(dataclasses.replace(model, layer_pattern=pattern, sliding_window=window))
+    keys = to_dict(dataclasses.replace(model, layer_pattern=model.period, sliding_window=window))
     return {key: value for key, value in keys.items() if key not in _FREE_SIZES}
 
 

@@ -54,6 +54,7 @@ class ConsoleReport(MetricSink):
         self._timings: list[dict[str, Any]] = []  # since the last line
         # Of the steps so far, with evaluations and saves between them; older ones count for less.
         self._tokens = self._seconds = 0.0
+        self._seen = set[str]()  # names in the rows so far
         self._first_step, self._last = 0, None  # this process's first step; the last one, and when it was written
 
     def start(self, step: int = 0) -> None:
@@ -84,7 +85,7 @@ class ConsoleReport(MetricSink):
             self.say(f"Sample after step {step}:\n{row['sample']['prompt']}{row['sample']['continuation']}")
         self._timings.append(timings)
         self._bar.update(self._task, completed=step)
-        self._measure(step, timings["seconds"])
+        self._measure(row, timings["seconds"])
         if step % self._config.train.log_every and step != self._steps:
             return
         seconds = sum(each["seconds"] for each in self._timings)
@@ -104,10 +105,12 @@ class ConsoleReport(MetricSink):
         self.say(f"step {step}/{self._steps} | loss {row['loss']:.3f}{bits}{scores} | {speed} | {rest}")
         self._timings = []
 
-    def _measure(self, step: int, seconds: float) -> None:
-        """Add `step` to the speed, with the time since the one before, or its own `seconds` if it is the first."""
-        now, before = time.monotonic(), step - 1
-        if self._last is not None:
+    def _measure(self, row: dict[str, Any], seconds: float) -> None:
+        """Add a step, with the time since the one before, or its own `seconds` if it or its scores were compiled."""
+        step, now = row["step"], time.monotonic()
+        before, is_first = step - 1, not row.keys() <= self._seen  # the first of all, or with a sample or a score
+        self._seen.update(row)
+        if self._last is not None and not is_first:
             before, seconds = self._last[0], now - self._last[1]
         weight = math.exp(-seconds / _SMOOTHING)
         tokens = tokens_before(self._config, step) - tokens_before(self._config, before)  # padding included
