@@ -28,8 +28,9 @@ _SHIPPED = Path(__file__).parent / "tables"
 # What changes no result: docstrings, comments, white space at the end of a line.
 _IGNORED = re.compile(r'[ \t]*"""[\s\S]*?"""|[ \t]*#.*|[ \t]+$', re.MULTILINE)
 _IMPORTS = re.compile(r"^ *from (pallas_kernels|zaya_jax\.ops)(\S*) import ([^(\n]+|\([^)]*)", re.MULTILINE)
-# Modules that select and check kernels, or name them.
-_APART = {f"zaya_jax.ops.{name}" for name in ("kernel_table", "names", "operation", "parts", "registry", "target")}
+# Modules that select and check kernels, name them, or store what they compute.
+_APART = {f"zaya_jax.ops.{name}" for name in
+          ("cached_attention", "kernel_table", "names", "operation", "parts", "registry", "target")}  # fmt: skip
 
 
 class Choice(NamedTuple):
