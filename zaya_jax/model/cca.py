@@ -70,13 +70,12 @@ class CCA(Attention):
             rotary = context.rotary[self.layer.rope_base]
             x = MixInputs(packed_bsy, halo, context.segments_bs, rotary, self._weights(), delayed_bias)
             parts = MixParts(config.query_key_mean, config.value_shift)
-            step = ops.cca_mix_step if h_bsd.shape[1] == 1 else None
-            if cache is None or step is None:
+            if cache is None or ops.cca_mix_step is None or h_bsd.shape[1] > 1:
                 q, k, v = ops.cca_mix(x, parts)
             else:
                 slots, places = cache.kv.k_btx.shape[1], context.key_segments_bt.shape[1]
                 slot_b = cache_slots(context.segments_bs, context.length_b, slots, places)[:, 0]
-                (q, (*kv, u_bwnc, delayed_b1x)), k, v = step(x, parts, *cache.kv, slot_b), None, None
+                (q, (*kv, u_bwnc, delayed_b1x)), k, v = ops.cca_mix_step(x, parts, *cache.kv, slot_b), None, None
                 cache = CCACache(KeyValues(*kv), u_bwnc, delayed_b1x)
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
         if cache is not None and kv is not None and k is not None:

@@ -21,8 +21,7 @@ class Routing(NamedTuple):
     """A router's choice."""
 
     expert_bs: jax.Array  # int32 class of each token; e is skip, the class of padding
-    # fp32 probability of the class chosen, without bias and not renormalized; 0 for skip, but not for padding
-    weight_bs: jax.Array
+    weight_bs: jax.Array  # fp32 probability of the choice, without bias, not renormalized; 0 for skip, not for padding
     state_bsr: jax.Array  # fp32 state, which the next layer's router adds to its projection
 
 

@@ -111,12 +111,11 @@ class Block(nnx.Module):
             mixed = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         with part("norm"):
             terms = mixed.out_bsd, x_bsd, self.mixture_merge and self.mixture_merge.vectors
-            eps = self.mixture_norm.eps
             if decoded:
-                x_bsd, h_bsd = ops.residual_norm(*terms, following_d, eps, dtype)
+                x_bsd, h_bsd = ops.residual_norm(*terms, following_d, self.mixture_norm.eps, dtype)
                 carrier = Carrier(h_bsd)
             else:
-                x_bsd, carrier = fused_merge(ops, eps, terms, following_d, carrier, mixed.kept)
+                x_bsd, carrier = fused_merge(ops, self.mixture_norm.eps, terms, following_d, carrier, mixed.kept)
         return LayerOutput(x_bsd, mixed.state_bsr, mixed.counts_e, cache, carrier)
 
     @staticmethod

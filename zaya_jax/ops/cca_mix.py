@@ -72,14 +72,6 @@ def unpacked(packed_bsy: jax.Array, heads: int, kv_heads: int, channels: int) ->
     return u_bsx.reshape(*packed_bsy.shape[:2], heads, channels), current_bsx, delayed_bsx
 
 
-def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, rows: int) -> Halo:
-    """Return what is before the first token of a sequence: zeros that belong to no document."""
-    b = u_bsnc.shape[0]
-    # At least one row of segments, since the value shift always looks one token back.
-    u, segments = jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype), jnp.zeros((b, max(rows, 1)), segments_bs.dtype)
-    return Halo(u, segments, jnp.zeros((b, 1, delayed_bsx.shape[2]), delayed_bsx.dtype))
-
-
 class MixInputs(NamedTuple):
     """Inputs of the mix."""
 
@@ -107,9 +99,11 @@ def _mix_reference(parts: MixParts, x: MixInputs) -> Heads:
     packed_bsy, halo, segments_bs, rotary, weights, delayed_start_x = x
     num_kv, (heads, c) = weights.temperature_k.shape[0], weights.depthwise_bias_nc.shape
     u_bsnc, current_bsx, delayed_bsx = unpacked(packed_bsy, heads, num_kv, c)
-    if halo is None:
+    if halo is None:  # zeros of no document, with at least one row of segments, since the value shift looks one back
         rows = max(weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2, 0)
-        halo = no_halo(u_bsnc, delayed_bsx, segments_bs, rows)
+        before = jnp.zeros((len(u_bsnc), max(rows, 1)), segments_bs.dtype)
+        u = jnp.zeros((len(u_bsnc), rows, heads, c), u_bsnc.dtype)
+        halo = Halo(u, before, jnp.zeros_like(delayed_bsx[:, :1]))
     # Heads first from here on: the grouped convolution then multiplies all tokens of a head at once.
     exact = accumulation_dtype(u_bsnc.dtype)
     u_nbsc = u_bsnc.transpose(2, 0, 1, 3)

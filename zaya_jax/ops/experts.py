@@ -79,16 +79,10 @@ def permute(x_td: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     return jnp.take(x_td, order, axis=0, unique_indices=True, mode="clip")
 
 
-def _permute_forward(x_td: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
-    return permute(x_td, order, inverse), (order, inverse)
-
-
-def _permute_backward(saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
-    order, inverse = saved
-    return permute(dout_td, inverse, order), None, None  # None means zero
-
-
-permute.defvjp(_permute_forward, _permute_backward)
+permute.defvjp(
+    lambda x_td, order, inverse: (permute(x_td, order, inverse), (inverse, order)),
+    lambda saved, dout_td: (permute(dout_td, *saved), None, None),  # None means zero
+)
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------

@@ -188,8 +188,7 @@ def parse_table(content: Mapping[str, Any], device_kind: str, source: str) -> Ke
     try:
         device = str(content["device"])
         for row in content["operations"].values():
-            fits = isinstance(row["sources"], str) and all(_is_size(size) for size in row["sizes"])
-            if not fits:
+            if not (isinstance(row["sources"], str) and all(map(_is_size, row["sizes"]))):
                 raise ValueError
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"{source} is not a table of measured kernels. Measure again with --tune.") from error

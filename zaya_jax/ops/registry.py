@@ -38,9 +38,8 @@ from zaya_jax.ops.vendor_attention import LIBRARIES
 
 _ATTENTION = dataclasses.replace(ATTENTION, kernels=(*ATTENTION.kernels, *LIBRARIES))
 _MIXING = (RESIDUAL_NORM, CCA_MIX, _ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
-_STEP = (CCA_MIX_STEP, ROUTER_STEP)
 # Operations come before those that they use.
-_OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, *_STEP, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
+_OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, CCA_MIX_STEP, ROUTER_STEP, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
 
 
 def _with_installed(operations: dict[str, Operation]) -> dict[str, Operation]:

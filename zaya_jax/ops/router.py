@@ -117,7 +117,7 @@ def _step_unsupported(architecture: Architecture, projected: Any, state: Any, we
     if weights.hidden1_rr is None or weights.hidden2_rr is None:
         return "The router_step kernel needs two hidden layers."
     (r, classes), exact = weights.output_rc.shape, {projected.dtype, state.dtype} == {jnp.dtype(jnp.float32)}
-    most = 512 if weights.output_rc.dtype == jnp.bfloat16 else 256  # which fill the shared memory of AMD's GPUs
+    most = 512 if weights.output_rc.dtype == jnp.bfloat16 else 256  # with 64 classes all of AMD's shared memory
     if not exact or r & (r - 1) or not 16 <= r <= most or classes > 64:
         needs = f"a state in float32 of 16 to {most} elements, a power of two, and at most 64 classes"
         return f"The router_step kernel needs {needs}, not {r} elements in {state.dtype} and {classes} classes."
