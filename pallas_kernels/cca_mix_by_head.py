@@ -22,7 +22,7 @@ def cca_mix_by_head(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Ar
 
 
 def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tokens: int, depth: int) -> None:
-    (_, s, n, num_kv, *_), head, batch = sizes_of(x), pl.program_id(0), pl.program_id(2)
+    (_b, s, n, num_kv, *_rest), head, batch = sizes_of(x), pl.program_id(0), pl.program_id(2)
     time = pl.program_id(1) * tokens + span(0, tokens)
 
     @pl.when(head < n)
