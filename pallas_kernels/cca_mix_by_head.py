@@ -22,33 +22,22 @@ def cca_mix_by_head(x: MixArrays, *, architecture: Architecture) -> tuple[jax.Ar
 
 
 def _kernel(x: Any, q_ref: Any, k_ref: Any, v_ref: Any, inverse_ref: Any, *, tokens: int, depth: int) -> None:
-    head, batch = pl.program_id(0), pl.program_id(2)
+    (_b, s, n, num_kv, *_rest), head, batch = sizes_of(x), pl.program_id(0), pl.program_id(2)
     time = pl.program_id(1) * tokens + span(0, tokens)
-    heads = x.packed_bsmc.shape[2] - x.temperature_k.shape[0]
 
-    @pl.when(head < heads)
+    @pl.when(head < n)
     def _() -> None:
-        _mix_head(x, (q_ref, k_ref, inverse_ref), batch, time, head, depth)
+        inside, query, group = time < s, head < n - num_kv, jnp.maximum(head - (n - num_kv), 0)
+        turned, inverse = mixed_head(x, batch, time, head, depth)
+        store(inverse_ref.at[batch, head, time], inverse, mask=inside)
+        for column, part in turned:
+            for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
+                at, values = ref.at[batch, time[:, None], number, column[None, :]], part.astype(ref.dtype)
+                store(at, values, mask=filled((inside & own_kind)[:, None], *part.shape))
 
-    @pl.when(head >= heads)
+    @pl.when(head >= n)
     def _() -> None:
-        mix.shift_value(x, v_ref, batch, time, head - heads)
-
-
-def _mix_head(
-    x: Any, out: tuple[Any, Any, Any], batch: jax.Array, time: jax.Array, head: jax.Array, depth: int
-) -> None:
-    (q_ref, k_ref, inverse_ref), (_, s, n, num_kv, *_) = out, sizes_of(x)
-    inside, query, group = time < s, head < n - num_kv, jnp.maximum(head - (n - num_kv), 0)
-    turned, inverse = mixed_head(x, batch, time, head, depth)
-    store(inverse_ref.at[batch, head, time], inverse, mask=inside)
-    for column, part in turned:
-        for ref, number, own_kind in ((q_ref, jnp.where(query, head, 0), query), (k_ref, group, ~query)):
-            store(
-                ref.at[batch, time[:, None], number, column[None, :]],
-                part.astype(ref.dtype),
-                mask=filled((inside & own_kind)[:, None], *part.shape),
-            )
+        mix.shift_value(x, v_ref, batch, time, head - n)
 
 
 def mixed_head(

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
-from pallas_kernels.barrier import barrier
 from pallas_kernels.cca_mix import MixArrays, filled, rows_at, shifted_value, sizes_of, span
 from pallas_kernels.cca_mix_by_head import mixed_head
 from pallas_kernels.launch import Out, launch, load, store
-from pallas_kernels.tiles import Architecture, tile
+from pallas_kernels.tiles import Architecture, architecture_name, tile
 
 
 def cca_mix_step(
@@ -23,8 +23,8 @@ def cca_mix_step(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Compute `cca_mix` for one token a row, with a halo of at least one row, whose arrays are fp32.
 
-    Returns the queries [b, 1, h, c]; and in place, keys and values with the new ones in slot `slot_b`, int32, which may
-    be past the end, and both arrays of the halo, advanced by the token unless its document is 0.
+    Returns the queries [b, 1, h, c]; and in place, keys and values with the new ones in slot `slot_b`, int32, if the
+    cache has it, and both arrays of the halo, advanced by the token unless its document is 0.
     """
     (b, _, n, num_kv, c, *_), dtype = sizes_of(x), x.packed_bsmc.dtype
     cut = tile("cca_mix_step", architecture, dtype)
@@ -44,7 +44,10 @@ def _kernel(
     # Rows past the end read the last one, and write nothing.
     batch, now, inside = jnp.minimum(row, b - 1), jnp.zeros_like(row), row < b
     slot = load(slot_ref.at[row], mask=inside, other=k_ref.shape[1])
-    written, advances = inside & (slot < k_ref.shape[1]), inside & (load(x.segments_bs.at[batch, now]) != 0)
+    # All threads load before one of them overwrites what others load.
+    barrier = triton.debug_barrier if architecture_name(architecture) != "interpret" else (lambda: None)
+    written = inside & (slot >= 0) & (slot < k_ref.shape[1])
+    advances = inside & (load(x.segments_bs.at[batch, now]) != 0)
 
     def write(ref: Any, at: tuple[Any, ...], value: jax.Array, mask: jax.Array) -> None:
         mask = filled(mask if mask.ndim == 2 else mask[:, None], *value.shape)
@@ -56,7 +59,7 @@ def _kernel(
         # The state one token later: the rows before, then this token's.
         later = [rows_at(x, batch, now - back, head, channel) for back in range(u_ref.shape[1])]
         query, first = head < n - num_kv, jnp.maximum(head - (n - num_kv), 0) * c
-        barrier(architecture)
+        barrier()
         for column, part in turned:
             write(q_ref, (0, jnp.where(query, head, 0), column[None, :]), part, inside & query)
             write(k_ref, (slot[:, None], first + column[None, :]), part, written & ~query)
@@ -68,7 +71,7 @@ def _kernel(
         at = (head - n) * c + channel
         value = shifted_value(x, batch, now, head - n)
         delayed = load(x.packed_bsmc.at[batch[:, None], 0, head, channel[None, :]])
-        barrier(architecture)
+        barrier()
         write(v_ref, (slot[:, None], at[None, :]), value, written)
         place, late = jnp.maximum(at - half, 0), (at >= half)[None, :]
         write(delayed_ref, (0, place[None, :]), delayed, advances[:, None] & late)

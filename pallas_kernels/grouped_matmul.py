@@ -75,13 +75,13 @@ def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int 
 
 
 def cut_rows(
-    name: str, x_tp: jax.Array, w: Layer, sizes_e: jax.Array | Classes, architecture: Architecture
-) -> tuple[Tile, jax.Array]:
-    """Return the tile of kernel `name`, and what `row_tile` takes for these rows."""
-    if isinstance(sizes_e, Classes):
-        return tile("grouped_step", architecture, x_tp.dtype), sizes_e.class_t
-    cut = tile(name, architecture, x_tp.dtype)
-    return cut, row_tiles(sizes_e, x_tp.shape[0], cut.sizes[0], w[1])
+    name: str, x_tp: jax.Array, w: Layer, sizes_e: jax.Array | Classes, width: int, architecture: Architecture
+) -> tuple[Tile, jax.Array, tuple[int]]:
+    """Return the tile of kernel `name`, what `own_piece` takes for these rows, and the grid."""
+    few = isinstance(sizes_e, Classes)
+    cut = tile("grouped_step" if few else name, architecture, x_tp.dtype)
+    tiles = sizes_e.class_t if few else row_tiles(sizes_e, x_tp.shape[0], cut.sizes[0], w[1])
+    return cut, tiles, (tile_count(tiles, cut.sizes[0], w[0].shape[1]) * pl.cdiv(width, cut.sizes[1]),)
 
 
 def tile_count(tiles: Any, block: int, groups: int) -> int:
@@ -139,6 +139,14 @@ def both(first: jax.Array | None, second: jax.Array | None) -> jax.Array | None:
 Columns = Sequence[tuple[jax.Array, jax.Array | None]]  # indices, and mask of the valid ones; None if all are
 
 
+def own_piece(tiles_ref: Any, w_ref: Any, static: Static, width: int) -> tuple[RowTile, jax.Array, jax.Array | None]:
+    """Return the rows of a program, and the piece of `width` columns that it processes, like `piece`."""
+    ((m, n, _), architecture), groups = static, w_ref.shape[1]
+    count = tile_count(tiles_ref, m, groups)
+    row_index, column_index = place(pl.program_id(0), count, pl.cdiv(width, n), architecture)
+    return row_tile(tiles_ref, row_index, m, groups), *piece(column_index, n, width)
+
+
 def rows_times_matrix(
     x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Columns, depth: int, transpose: bool = False
 ) -> tuple[jax.Array, ...]:
@@ -168,15 +176,10 @@ def rows_times_matrix(
 def _product_kernel(
     static: Static, transpose: bool, inputs: tuple[Any, ...], moved: tuple[Any, Any], _stack_ref: Any, out_ref: Any
 ) -> None:
-    ((m, n, depth), architecture), (order_ref, scale_ref) = static, moved
-    (tiles_ref, x_ref, w_ref), (t, width) = inputs, out_ref.shape[-2:]
-    row_index, column_index = place(
-        pl.program_id(0), tile_count(tiles_ref, m, w_ref.shape[1]), pl.cdiv(width, n), architecture
-    )
-    own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
-    column, fits = piece(column_index, n, width)
+    (tiles_ref, x_ref, w_ref), (t, width), (order_ref, scale_ref) = inputs, out_ref.shape[-2:], moved
+    own, column, fits = own_piece(tiles_ref, w_ref, static, width)
     rows = jnp.where(own.inside, own.rows, 0)
-    (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
+    (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], static[0][2], transpose)
     written = own.rows
     if order_ref is not None:
         # Masked rows get an index past the end: an emulated store would otherwise overwrite rows of this tile.
@@ -202,9 +205,8 @@ def grouped_product(
     name = "grouped_product_transposed" if transpose else "grouped_product"
     w_lepq, t = w[0], x_tp.shape[0]
     width = w_lepq.shape[2 if transpose else 3]
-    cut, tiles = cut_rows(name, x_tp, w, sizes_e, architecture)
+    cut, tiles, grid = cut_rows(name, x_tp, w, sizes_e, width, architecture)
     kernel = functools.partial(_product_kernel, (cut.sizes, architecture), transpose)
-    grid = (tile_count(tiles, cut.sizes[0], w_lepq.shape[1]) * pl.cdiv(width, cut.sizes[1]),)
     arrays = (tiles, x_tp, w_lepq), moved, kept
     out = Out((t, width) if kept is None else kept.shape, x_tp.dtype)
     aliases = {} if kept is None else {len(jax.tree.leaves(arrays)) - 1: 0}

@@ -12,19 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.grouped_matmul import (
-    Classes,
-    Layer,
-    Static,
-    both,
-    cut_rows,
-    piece,
-    place,
-    row_tile,
-    row_tiles,
-    rows_times_matrix,
-    tile_count,
-)
+from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels.grouped_matmul import Classes, Layer, Static, both, cut_rows, own_piece, piece, rows_times_matrix
 from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.tiles import Architecture, tile
 
@@ -34,17 +23,11 @@ HALVES = 2  # parts of a tile that the backward kernel processes in turn, since 
 def _forward_kernel(
     static: Static, inputs: tuple[Any, ...], _stack_ref: Any, hidden_ref: Any, gate_up_ref: Any = None
 ) -> None:
-    (m, n, depth), architecture = static
-    tiles_ref, order_ref, x_ref, w_ref = inputs
-    f = hidden_ref.shape[1]
-    row_index, column_index = place(
-        pl.program_id(0), tile_count(tiles_ref, m, w_ref.shape[1]), pl.cdiv(f, n), architecture
-    )
-    own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
-    column, fits = piece(column_index, n, f)
+    (tiles_ref, order_ref, x_ref, w_ref), f = inputs, hidden_ref.shape[1]
+    own, column, fits = own_piece(tiles_ref, w_ref, static, f)
     sorts = order_ref is not None
     rows = load(order_ref.at[own.rows], mask=own.inside) if sorts else jnp.where(own.inside, own.rows, 0)
-    gate, up = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits), (f + column, fits)], depth)
+    gate, up = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits), (f + column, fits)], static[0][2])
     # Rounded before SwiGLU, which the backward pass recomputes from the rounded values.
     gate, up = gate.astype(hidden_ref.dtype), up.astype(hidden_ref.dtype)
     mask = both(own.inside, fits)
@@ -73,13 +56,11 @@ def grouped_swiglu(
     fp32; zero in rows past the groups. Rows with `Classes` for sizes are not sorted, and have no order. Gate and up are
     written to the layer of `kept` [l, t, 2f], if it is given.
     """
-    gate_up_ledf, t = gate_up[0], x_td.shape[0]
-    f = gate_up_ledf.shape[3] // 2
-    cut, tiles = cut_rows("grouped_swiglu", x_td, gate_up, sizes_e, architecture)
+    t, f = x_td.shape[0], gate_up[0].shape[3] // 2
+    cut, tiles, grid = cut_rows("grouped_swiglu", x_td, gate_up, sizes_e, f, architecture)
     kernel = functools.partial(_forward_kernel, (cut.sizes, architecture))
     shapes = ((t, f), (t, 2 * f) if kept is None else kept.shape)[: 1 + keep]
-    grid = (tile_count(tiles, cut.sizes[0], gate_up_ledf.shape[1]) * pl.cdiv(f, cut.sizes[1]),)
-    inputs = tiles, order_t, x_td, gate_up_ledf
+    inputs = tiles, order_t, x_td, gate_up[0]
     out, aliases = tuple(Out(shape, x_td.dtype) for shape in shapes), {} if kept is None else {len(inputs): 1}
     return launch("grouped_swiglu", kernel, (inputs, kept), out, grid, cut, architecture, aliases)
 
@@ -90,8 +71,8 @@ def _backward_kernel(
     (m, n, depth), architecture = static
     tiles_ref, order_ref, scale_ref, dout_ref, down_ref, gate_up_ref = inputs
     f = hidden_ref.shape[1]
-    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], architecture)
-    own = row_tile(tiles_ref, row_index, m, down_ref.shape[1])
+    row_index, column_index = grouped.place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], architecture)
+    own = grouped.row_tile(tiles_ref, row_index, m, down_ref.shape[1])
     columns = [piece(HALVES * column_index + half, n, f, HALVES) for half in range(HALVES)]
     rows = load(order_ref.at[own.rows], mask=own.inside)
     parts = rows_times_matrix(dout_ref, rows, down_ref, own, columns, depth, transpose=True)
@@ -130,7 +111,7 @@ def grouped_swiglu_backward(
     cut = tile("grouped_swiglu_backward", architecture, dtype)
     m, n, _ = cut.sizes
     t, f = dout_td.shape[0], down_lefd.shape[2]
-    tiles, columns = row_tiles(sizes_e, t, m, layer), pl.cdiv(f, HALVES * n)
+    tiles, columns = grouped.row_tiles(sizes_e, t, m, layer), pl.cdiv(f, HALVES * n)
     kernel = functools.partial(_backward_kernel, (cut.sizes, architecture))
     out = Out((t, 2 * f), dtype), Out((t, f), dtype), Out((columns, t), jnp.float32)
     arrays, grid = ((tiles, order_t, scale_t, dout_td, down_lefd, gate_up_tf),), (tiles.shape[1] * columns,)

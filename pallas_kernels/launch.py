@@ -1,7 +1,7 @@
 """Launch a kernel, and load and store in one: with Pallas' Triton backend, or interpreted.
 
-No other file knows the backend, which jax has deprecated. It supports CUDA and ROCm from jax 0.10 to 0.12. Its
-parameters must be explicit: without them jax 0.10 uses another backend, which does not support ROCm.
+jax has deprecated the backend, which only a barrier in `cca_mix_step.py` uses besides. It supports CUDA and ROCm from
+jax 0.10 to 0.12. Its parameters must be explicit: without them jax 0.10 uses another one, which does not support ROCm.
 """
 
 from collections.abc import Callable, Mapping

@@ -15,8 +15,6 @@ from pallas_kernels.launch import Out, launch, load, store
 from pallas_kernels.product import product
 from pallas_kernels.tiles import Architecture, tile
 
-_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-
 
 def router_step(
     projected_tr: jax.Array, state_tr: jax.Array, weights: Any, bias_c: jax.Array, real_t: jax.Array, *, eps: float,
@@ -71,8 +69,7 @@ def _kernel(
     probability = exponential / exponential.sum(1, keepdims=True)
 
     biased = jnp.where(exists, probability + vector(bias_ref, lane), -jnp.inf)
-    highest = jnp.where(biased == biased.max(1, keepdims=True), lane[None, :], classes - 1)
-    chosen = highest.min(1)  # ties go to the lowest class
+    chosen = jnp.argmax(biased, axis=1)  # ties, and rows of NaN, go to the lowest class
     own = (lane[None, :] == chosen[:, None]) & (lane < classes - 1)[None, :]
     real = load(real_ref.at[row], mask=row < t) != 0
     store(class_ref.at[row], jnp.where(real, chosen, classes - 1), mask=row < t)
@@ -83,7 +80,7 @@ def _gelu(x: jax.Array) -> jax.Array:
     """Compute GELU with erf within 1.5e-7, since Pallas has none (Abramowitz and Stegun, 7.1.26)."""
     size = jnp.abs(x) * 0.5**0.5
     fraction, total = 1 / (1 + 0.3275911 * size), jnp.zeros_like(x)
-    for factor in _ERF:
+    for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
         total = (total + factor) * fraction
     erf = 1 - total * jnp.exp(-size * size)
     return x * (0.5 + 0.5 * jnp.where(x < 0, -erf, erf))

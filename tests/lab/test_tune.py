@@ -3,10 +3,11 @@ import json
 import jax
 import pytest
 
+from tests.kernel_helpers import kernels, traced_kernels
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
-from zaya_jax.lab.kernel_cases import SMALL, packed_documents
+from zaya_jax.lab.kernel_cases import SMALL, packed_documents, passes
 from zaya_jax.lab.measure import tune as room
 from zaya_jax.lab.measure.tune import DECIDING, deciding_cases, local_sizes, time_case, totals, tune
 from zaya_jax.lab.predict.calibration import as_work
@@ -202,3 +203,12 @@ def test_flags_that_contradict_are_refused(capsys):
     assert "--repeats needs --tune" in capsys.readouterr().err
     with pytest.raises(InputError):
         tune("nowhere.yaml", [], 1)
+
+
+@pytest.mark.parametrize("name", ["experts", "cca_mix", "cca_mix_step", "router_step"])
+def test_each_case_that_decides_launches_what_its_tiles_cut(name):
+    """Else noise would choose the tiles."""
+    every, selection = deciding_cases(SMALL, "bfloat16"), kernels("interpret")
+    for case in DECIDING[name]:
+        run, arguments = passes(every[case], selection)
+        assert {*traced_kernels(run, *arguments)} >= {*OPERATIONS[name].kernels[0].tiles}

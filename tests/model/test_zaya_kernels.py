@@ -13,8 +13,9 @@ from tests.helpers import assert_close, assert_trees_close, jit, random_model
 from tests.kernel_helpers import TARGETS, kernel_names, kernels, lower, traced_kernels
 from zaya_jax.config import ModelConfig
 from zaya_jax.model import tree
-from zaya_jax.model.zaya import abstract_model, init_cache, logits
+from zaya_jax.model.zaya import abstract_model, init_cache
 from zaya_jax.ops import LOCAL
+from zaya_jax.ops.experts import MOST_UNSORTED
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection
 
 SHAPES = ModelConfig(
@@ -72,23 +73,27 @@ def test_forward_and_backward_are_those_of_the_references(selection, config):
     assert_trees_close(grads, reference, 2e-4)
 
 
-@pytest.mark.soak
-def test_tokens_one_by_one_are_those_of_a_whole_sequence():
-    model = random_model(SHAPES, 1)
-    tokens, ops = batch()[0], kernels("interpret").ops
-    whole = jit(lambda tokens: logits(model, tokens))(tokens)
+def test_tokens_one_by_one_are_those_of_the_references():
+    """In a ring of `sliding_window` slots that is written round, with a row that ends."""
+    config = dataclasses.replace(SLIDING, num_layers=1)
+    model, tokens = random_model(config, 1), batch()[0]
+    kept = np.arange(8) < np.array([[8], [3]])
 
-    @jit
-    def step(tokens, cache):
-        out = model(tokens, cache=cache, ops=ops)
-        return out.hidden_bsd @ model.embedding[...].T, out.cache
+    @functools.partial(jit, static_argnums=2)
+    def step(tokens, cache, kernel):
+        out = model(tokens, kept_now(cache), cache=cache, ops=kernels("interpret").ops if kernel else LOCAL)
+        return out.hidden_bsd, out.cache
 
-    out, cache = step(tokens[:, :8], init_cache(SHAPES, 2, LENGTH, model.dtype))
-    parts = [out]
-    for at in range(8, LENGTH):
-        out, cache = step(tokens[:, at : at + 1], cache)
-        parts.append(out)
-    assert_close(np.concatenate(parts, 1), whole, 1e-4)
+    def kept_now(cache):
+        return (cache.length_b[:, None] < kept.sum(1, keepdims=True)).astype(jnp.int32)
+
+    ours = theirs = init_cache(config, 2, 8, model.dtype)
+    for at in range(8):
+        (out, ours), (expected, theirs) = (step(tokens[:, [at]], *side) for side in ((ours, True), (theirs, False)))
+        real = kept[:, at]
+        assert_close(out[real], expected[real], 1e-4)
+    assert_trees_close(*(dict(enumerate(jax.tree.leaves(cache))) for cache in (ours, theirs)), 1e-4)
+    assert ours.length_b.tolist() == kept.sum(1).tolist()
 
 
 def shapes(config=SHAPES):
@@ -143,3 +148,8 @@ def test_a_decode_step_has_the_kernel_for_few_queries(platform, config):
     for name in ("attention_decode", "cca_mix_step", "router_step", "grouped_swiglu"):
         assert launches[name] == config.num_layers, name
     assert launches["residual_norm_forward"] == 2 * config.num_layers
+    config = dataclasses.replace(config, max_positions=2 * MOST_UNSORTED)
+    cache = jax.eval_shape(lambda: init_cache(config, 1, 2 * MOST_UNSORTED, jnp.bfloat16))
+    empty = abstract_model(config)
+    prompt = jax.ShapeDtypeStruct((1, MOST_UNSORTED + 1), jnp.int32)
+    assert not launched(platform, step, params, biases, prompt, cache).keys() & {"cca_mix_step", "router_step"}

@@ -191,7 +191,7 @@ def test_lowers_widely(implementation, platform, dtype, sizes):
     (jnp.bfloat16, {"pairs": 8}, "128 channels with 8 pairs"),
     (jnp.bfloat16, {"pairs": 0}, "with 0 pairs"),
     (jnp.bfloat16, {"k0": 8, "k1": 4}, "8 and 4 taps"),
-    (jnp.bfloat16, {"k0": 0, "k1": 0}, "needs convolutions"),
+    (jnp.bfloat16, {"k0": 0, "k1": 0}, "need convolutions"),
 ])  # fmt: skip
 def test_refuses(dtype, sizes, words):
     with pytest.raises(ValueError, match=words):

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from zaya_jax.ops.registry import (
     select_kernels,
     validate_kernels,
 )
-from zaya_jax.ops.selfcheck import EXAMPLE
+from zaya_jax.ops.selfcheck import EXAMPLE, compare_large
 from zaya_jax.ops.target import Target
 
 GPU, EMULATED = Target("rocm", "AMD Instinct MI300X", "gfx942"), Target("interpret", "any")
@@ -60,7 +61,7 @@ def test_double_precision_is_left_to_the_references_and_the_reasons_are_said():
 
 
 @pytest.mark.parametrize(("changes", "reasons"), [
-    ({"convolutions": False}, {"cca_mix": "needs convolutions", "cca_mix_step": "reach at least one token"}),
+    ({"convolutions": False}, {"cca_mix": "need convolutions", "cca_mix_step": "reach at least one token"}),
     ({"query_key_mean": False}, {"cca_mix": "QK-mean", "cca_mix_step": "QK-mean"}),
     ({"value_shift": False}, {"cca_mix": "value shift", "cca_mix_step": "value shift"}),
 ])  # fmt: skip
@@ -69,6 +70,52 @@ def test_an_ablation_that_a_kernel_lacks_is_left_to_the_reference(changes, reaso
     assert list(selection.chosen) == [name for name in WITH_KERNELS if name not in reasons]
     for operation, words in reasons.items():
         assert words in selection.reasons[operation, "pallas"]
+
+
+@pytest.mark.parametrize("name", ["cca_mix", "attention"])
+def test_a_pin_to_the_reference_holds_in_decode_steps_too(name):
+    selection = select_kernels(GPU, EXAMPLE, "bfloat16", pinned={name: registry.REFERENCE})
+    same = {x.name for x in OPERATIONS.values() if name in (x.name, x.step_of, x.measured_as)}
+    assert len(same) > 1
+    assert selection.chosen.keys() == set(WITH_KERNELS) - same
+    assert (selection.ops.cca_mix_step is None) == (name == "cca_mix")
+
+
+def test_training_neither_tries_nor_names_kernels_of_decode_steps(monkeypatch):
+    tried = []
+    monkeypatch.setattr(registry, "check_kernel", lambda selection, name, *_: tried.append(name) or ("", True))
+    steps = {name for name, operation in OPERATIONS.items() if operation.step_of}
+    assert steps
+    for training, left in ((True, set()), (False, steps)):
+        tried.clear()
+        found = validate_kernels(select_kernels(GPU, EXAMPLE, "bfloat16"), EXAMPLE, "bfloat16", training=training)
+        assert steps & {*tried} == steps & found.chosen.keys() == left
+        assert (found.ops.router_step is None) == training
+    assert "experts of few" not in OPERATIONS["experts"].checks(EXAMPLE, True)
+
+
+@pytest.mark.parametrize(("changes", "dtype", "supported"), [
+    ({"router_size": 512}, "bfloat16", True), ({"router_size": 256}, "float32", True),
+    ({"router_size": 512}, "float32", False), ({"head_dim": 256}, "bfloat16", True),
+    ({"head_dim": 256}, "float32", False),
+])  # fmt: skip
+def test_kernels_of_decode_steps_that_would_not_fit_are_not_used(changes, dtype, supported):
+    """As `tests/lab/compilers` compiles them for an MI300X: 128 KiB of shared memory, and spilled registers."""
+    chosen = select_kernels(GPU, dataclasses.replace(EXAMPLE, **changes), dtype).chosen
+    assert ({"cca_mix_step", "router_step"} <= chosen.keys()) == supported
+
+
+def test_a_step_s_large_caches_are_checked():
+    """As if a kernel addressed the last rows of a large cache in too few bits."""
+    check = OPERATIONS["cca_mix_step"].checks(SMALL, False)["cca_mix_step"]
+
+    def narrow(*arguments):
+        q, (k_btx, *others) = OPERATIONS["cca_mix_step"].reference(*arguments)
+        return q, (k_btx if len(k_btx) <= 32 else k_btx.at[-1].set(0), *others)
+
+    for implementation, wrong in ((OPERATIONS["cca_mix_step"].reference, False), (narrow, True)):
+        apart = compare_large(check, "float32", implementation, 2**20, sys.maxsize)
+        assert (apart > check.tolerance["float32"]) == wrong
 
 
 def test_what_a_kernel_does_not_support_is_left_to_its_reference_and_refused_where_it_is_called():
@@ -178,7 +225,7 @@ def test_a_failed_whole_is_replaced_by_kernels_of_its_parts(monkeypatch):
     for kernel in OPERATIONS["experts"].kernels:
         with pytest.warns(UserWarning, match="experts"):
             reject(GPU, "experts", kernel.name, "it fails.")
-    found = validate_kernels(select_kernels(GPU, EXAMPLE, "bfloat16"), EXAMPLE, "bfloat16")
+    found = validate_kernels(select_kernels(GPU, EXAMPLE, "bfloat16"), EXAMPLE, "bfloat16", training=False)
     assert set(tried) == selection.kernels.keys() - {"experts"} | set(OPERATIONS["experts"].uses)
     assert "No pallas kernel for experts: it fails." in str(found)
 

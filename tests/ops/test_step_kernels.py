@@ -97,6 +97,15 @@ def test_the_router(dtype, seed, rows, classes):
         np.testing.assert_array_equal(one[0], more[0])
 
 
+def test_what_is_not_finite_reaches_the_weight():
+    projected, *others = router_arguments(0, "float32", 3, 5)
+    arguments = projected.at[1].set(jnp.nan), *others, np.zeros(5, np.float32), np.ones((3, 1), bool)
+    ours, theirs = results("router_step", *arguments)
+    for one, other in zip(ours[:2], theirs, strict=False):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert np.isnan(ours[1]).ravel().tolist() == [False, True, False]
+
+
 def test_probabilities_decide_and_ties_go_to_the_lowest_class():
     projected, state, weights = router_arguments(0, "float32", 40, 6)
     real = np.ones((40, 1), bool)
@@ -121,7 +130,7 @@ def test_the_mix_and_its_cache(dtype, seed, rows, taps, bias):
     depthwise, grouped, bias0, bias1 = drawn(seed + 2, dtype, (taps[0], n, c), (taps[1], n, c, c), (n, c), (n, c))
     weights = MixWeights(depthwise, bias0, grouped, bias1, jnp.linspace(0.5, 2, k))
     segments = rng.integers(0, 3, (rows, 1)).astype(np.int32)
-    slot = np.where(segments[:, 0] == 0, NOWHERE, rng.integers(0, slots + 2, rows)).astype(np.int32)
+    slot = np.where(segments[:, 0] == 0, NOWHERE, rng.integers(-2, slots + 2, rows)).astype(np.int32)
     angle = rng.random((rows, 1, c // 4))
     tables = jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
     start = drawn(seed, dtype, (k * c // 2,))[0] if bias else None
@@ -130,7 +139,7 @@ def test_the_mix_and_its_cache(dtype, seed, rows, taps, bias):
     out = check("cca_mix_step", dtype, x, keys, values, slot)
     for new, old in zip(out[1:3], (keys, values), strict=True):  # nothing but the slots is written
         changed = {(int(row), int(at)) for row, at in np.argwhere((np.asarray(new) != np.asarray(old)).any(-1))}
-        assert changed <= {(row, at) for row, at in enumerate(slot) if at < slots}
+        assert changed <= {(row, at) for row, at in enumerate(slot) if 0 <= at < slots}
     for new, old in zip(out[3:], (u, delayed), strict=True):  # padding leaves the state as it is
         np.testing.assert_array_equal(new[segments[:, 0] == 0], old[segments[:, 0] == 0])
     other = x._replace(packed_bsy=packed.at[1:].set(jnp.nan), halo=Halo(u.at[1:].set(jnp.nan), before, delayed))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -248,20 +247,17 @@ def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
 def _decode(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     """Return the cases of a decode step besides attention: a few rows, those of the checks or two for each expert."""
-    few, by_name = _experts(sizes._replace(per_expert=2), dtype)["experts"], dict[str, Case]()
-    for name in ("cca_mix_step", "router_step"):
+    few = _experts(sizes._replace(per_expert=2), dtype)["experts"]._replace(further_integers={})
+
+    def case(name: str) -> Case:  # whose time is that of its bytes
         (check,) = OPERATIONS[name].checks(sizes.model, False).values()
         floats = tuple(_array(*x.shape, dtype=dtype) for x in check.inputs)
-
-        def run(kernels: KernelSelection, *arrays: jax.Array, name: str = name, check: Any = check) -> Any:
-            return check.run(kernels.implementation(name), *arrays)
-
         out = jax.tree.leaves(jax.eval_shape(functools.partial(check.run, OPERATIONS[name].reference), *floats))
-        products = math.prod(floats[0].shape[:-1]) * sum(x.size for x in floats if x.shape[-2] == x.shape[-1])
-        by_name[f"{name.removesuffix('_step')} of a decode"] = Case(
-            name, run, floats, 2.0 * products, _size(*floats, *out)
-        )
-    return {**by_name, "experts of a decode": few._replace(further_integers={})}
+        moved = _size(*floats, *out)
+        return Case(name, lambda kernels, *x: check.run(kernels.implementation(name), *x), floats, 0.0, moved)
+
+    steps = {"cca_mix of a decode": case("cca_mix_step"), "router of a decode": case("router_step")}
+    return {**steps, "experts of a decode": few}
 
 
 def experts_of_a_step(sizes: Sizes, dtype: str) -> Case:

@@ -12,7 +12,7 @@ from zaya_jax.model.attention import Attention, Context, KeyValues
 from zaya_jax.model.hf_names import HfTensor, linear, reshaped, same
 from zaya_jax.model.layers import param
 from zaya_jax.ops import Ops
-from zaya_jax.ops.cached_attention import count_kept, last_rows, step_slot, take_places
+from zaya_jax.ops.cached_attention import cache_slots, count_kept, last_rows, take_places
 from zaya_jax.ops.cca_mix import Halo, MixInputs, MixParts, MixWeights, unpacked
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
@@ -70,13 +70,12 @@ class CCA(Attention):
             rotary = context.rotary[self.layer.rope_base]
             x = MixInputs(packed_bsy, halo, context.segments_bs, rotary, self._weights(), delayed_bias)
             parts = MixParts(config.query_key_mean, config.value_shift)
-            step = ops.cca_mix_step if h_bsd.shape[1] == 1 else None
-            if cache is None or step is None:
+            if cache is None or ops.cca_mix_step is None or h_bsd.shape[1] > 1:
                 q, k, v = ops.cca_mix(x, parts)
             else:
                 slots, places = cache.kv.k_btx.shape[1], context.key_segments_bt.shape[1]
-                slot_b = step_slot(context.segments_bs, context.length_b, slots, places)
-                (q, (*kv, u_bwnc, delayed_b1x)), k, v = step(x, parts, *cache.kv, slot_b), None, None
+                slot_b = cache_slots(context.segments_bs, context.length_b, slots, places)[:, 0]
+                (q, (*kv, u_bwnc, delayed_b1x)), k, v = ops.cca_mix_step(x, parts, *cache.kv, slot_b), None, None
                 cache = CCACache(KeyValues(*kv), u_bwnc, delayed_b1x)
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
         if cache is not None and kv is not None and k is not None:

@@ -11,6 +11,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import BalancingBias, RMSNorm, matrix, param
 from zaya_jax.ops import Ops
+from zaya_jax.ops.experts import MOST_UNSORTED
 from zaya_jax.ops.router import RouterWeights, choose_class, matmul
 
 SKIP_BIAS = -1.0  # initial and fixed: the skip class cannot win against an expert with bias 0
@@ -20,7 +21,7 @@ class Routing(NamedTuple):
     """A router's choice."""
 
     expert_bs: jax.Array  # int32 class of each token; e is skip, the class of padding
-    weight_bs: jax.Array  # fp32 probability of that class, without bias and not renormalized; 0 for skip
+    weight_bs: jax.Array  # fp32 probability of the choice, without bias, not renormalized; 0 for skip, not for padding
     state_bsr: jax.Array  # fp32 state, which the next layer's router adds to its projection
 
 
@@ -60,7 +61,7 @@ class Router(nnx.Module):
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, real_bs: jax.Array, ops: Ops) -> Routing:
         """Route every token of `h_bsd`, padding (not `real_bs`) to skip; ties go to the lowest class."""
-        if ops.router_step is not None:
+        if ops.router_step is not None and real_bs.size <= MOST_UNSORTED:
             bias_c = self.balancing_bias[...]
             return Routing(*ops.router_step(*self.arguments(h_bsd, state_bsr), bias_c, real_bs))
         probability, state = self.probabilities(h_bsd, state_bsr, ops)

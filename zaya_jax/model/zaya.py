@@ -110,16 +110,13 @@ class Block(nnx.Module):
         with part("experts"):
             mixed = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         with part("norm"):
-            terms, eps = (
-                (mixed.out_bsd, x_bsd, self.mixture_merge and self.mixture_merge.vectors),
-                self.mixture_norm.eps,
-            )
+            terms = mixed.out_bsd, x_bsd, self.mixture_merge and self.mixture_merge.vectors
             if decoded:
-                x_bsd, h_bsd = ops.residual_norm(*terms, following_d, eps, dtype)
-                merged: Any = x_bsd, Carrier(h_bsd)
+                x_bsd, h_bsd = ops.residual_norm(*terms, following_d, self.mixture_norm.eps, dtype)
+                carrier = Carrier(h_bsd)
             else:
-                merged = fused_merge(ops, eps, terms, following_d, carrier, mixed.kept)
-        return LayerOutput(merged[0], mixed.state_bsr, mixed.counts_e, cache, merged[1])
+                x_bsd, carrier = fused_merge(ops, self.mixture_norm.eps, terms, following_d, carrier, mixed.kept)
+        return LayerOutput(x_bsd, mixed.state_bsr, mixed.counts_e, cache, carrier)
 
     @staticmethod
     def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:

@@ -42,7 +42,7 @@ class Ops:
     router: Callable[..., tuple[jax.Array, jax.Array]] = router  # `ops.router.router`
     # `ops.experts.dispatch_experts`; a kernel whose output is kept returns it with `MixtureOutput.kept`
     experts: Callable[..., Any] = dispatch_experts
-    # Kernels without a gradient for decoding; None without them: `ops.cca_mix_step.cca_mix_step`, for one token a row,
+    # Kernels without a gradient for decoding; None without them: `ops.cca_mix.cca_mix_step`, for one token a row,
     # and `ops.router.router_step`.
     cca_mix_step: Callable[..., Any] | None = None
     router_step: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None

@@ -31,10 +31,14 @@ def new_slots(segments_bs: jax.Array, length_b: jax.Array) -> jax.Array:
     return jnp.where(index < count_kept(segments_bs)[:, None], length_b[:, None] + index, NOWHERE)
 
 
-def step_slot(segments_b1: jax.Array, length_b: jax.Array, slots: int, places: int) -> jax.Array:
-    """Return the slot of one new token of each row, [b]; the cache is a ring if it has fewer slots than places."""
-    slot_b = new_slots(segments_b1, length_b)[:, 0]
-    return jnp.where(slot_b == NOWHERE, NOWHERE, slot_b % slots) if slots < places else slot_b
+def cache_slots(segments_bs: jax.Array, length_b: jax.Array, slots: int, places: int) -> jax.Array:
+    """Return `new_slots` in the cache of a layer, which is a ring if it has fewer slots than places."""
+    slot_bs = new_slots(segments_bs, length_b)
+    if slots >= places:
+        return slot_bs
+    # Of more new tokens than slots, the last ones are kept.
+    last = (length_b + count_kept(segments_bs))[:, None] - slots
+    return jnp.where((slot_bs < last) | (slot_bs == NOWHERE), NOWHERE, slot_bs % slots)
 
 
 def last_rows(before: jax.Array, new: jax.Array, kept_b: jax.Array) -> jax.Array:
@@ -60,13 +64,10 @@ def cached_attention(attention: Attend, x: AttentionInputs, cache: KeysAndValues
     in the dtype of the queries, and the new keys and values of the cache.
     """
     slots, length_b, seen_bt = cache[0].shape[1], x.query_offset, x.key_segments_bt
-    slot_bs, ring = new_slots(x.query_segments_bs, length_b), slots < seen_bt.shape[1]
-    if not ring:
+    slot_bs = cache_slots(x.query_segments_bs, length_b, slots, seen_bt.shape[1])
+    if slots >= seen_bt.shape[1]:
         cache = write_heads(cache, x, slot_bs)
         return by_row(lambda x: x.call(attention), with_heads(x, cache, seen_bt)), cache
-    # Of more new tokens than slots, the last ones are kept.
-    last = (length_b + count_kept(x.query_segments_bs))[:, None] - slots
-    slot_bs = jnp.where((slot_bs < last) | (slot_bs == NOWHERE), NOWHERE, slot_bs % slots)
     if x.q_bshc.shape[1] > 1:
         return _through_ring(attention, x, cache), write_heads(cache, x, slot_bs)
     cache = write_heads(cache, x, slot_bs)

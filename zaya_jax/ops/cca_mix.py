@@ -22,8 +22,10 @@ from pallas_kernels.cca_mix import MixArrays
 from pallas_kernels.cca_mix import cca_mix as mix_forward
 from pallas_kernels.cca_mix_backward import cca_mix_backward
 from pallas_kernels.cca_mix_by_head import cca_mix_by_head
+from pallas_kernels.cca_mix_step import cca_mix_step as step_kernel
 from pallas_kernels.tiles import Architecture
 from zaya_jax.config import ModelConfig
+from zaya_jax.ops.cached_attention import count_kept, last_rows, write_slots
 from zaya_jax.ops.names import MATMUL_OUTPUT, recomputed
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
@@ -70,14 +72,6 @@ def unpacked(packed_bsy: jax.Array, heads: int, kv_heads: int, channels: int) ->
     return u_bsx.reshape(*packed_bsy.shape[:2], heads, channels), current_bsx, delayed_bsx
 
 
-def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, rows: int) -> Halo:
-    """Return what is before the first token of a sequence: zeros that belong to no document."""
-    b = u_bsnc.shape[0]
-    # At least one row of segments, since the value shift always looks one token back.
-    u, segments = jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype), jnp.zeros((b, max(rows, 1)), segments_bs.dtype)
-    return Halo(u, segments, jnp.zeros((b, 1, delayed_bsx.shape[2]), delayed_bsx.dtype))
-
-
 class MixInputs(NamedTuple):
     """Inputs of the mix."""
 
@@ -90,6 +84,7 @@ class MixInputs(NamedTuple):
 
 
 Heads = tuple[jax.Array, jax.Array, jax.Array]  # queries, keys and values
+Stepped = tuple[jax.Array, tuple[jax.Array, ...]]  # queries, and the new decode state
 
 
 def cca_mix(x: MixInputs, parts: MixParts = ALL_PARTS) -> Heads:
@@ -104,9 +99,11 @@ def _mix_reference(parts: MixParts, x: MixInputs) -> Heads:
     packed_bsy, halo, segments_bs, rotary, weights, delayed_start_x = x
     num_kv, (heads, c) = weights.temperature_k.shape[0], weights.depthwise_bias_nc.shape
     u_bsnc, current_bsx, delayed_bsx = unpacked(packed_bsy, heads, num_kv, c)
-    if halo is None:
+    if halo is None:  # zeros of no document, with at least one row of segments, since the value shift looks one back
         rows = max(weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2, 0)
-        halo = no_halo(u_bsnc, delayed_bsx, segments_bs, rows)
+        before = jnp.zeros((len(u_bsnc), max(rows, 1)), segments_bs.dtype)
+        u = jnp.zeros((len(u_bsnc), rows, heads, c), u_bsnc.dtype)
+        halo = Halo(u, before, jnp.zeros_like(delayed_bsx[:, :1]))
     # Heads first from here on: the grouped convolution then multiplies all tokens of a head at once.
     exact = accumulation_dtype(u_bsnc.dtype)
     u_nbsc = u_bsnc.transpose(2, 0, 1, 3)
@@ -189,13 +186,13 @@ def _unsupported(architecture: str, x: MixInputs, parts: MixParts = ALL_PARTS) -
     if any(size & (size - 1) for size in (c, pairs, rest)) or c < 16 or pairs < least or 0 < rest < least:
         needs = f"at least 16 channels, {least} pairs, and 0 or {least} unrotated channels"
         kinds = "channels, rotary pairs and unrotated channels"
-        return f"The cca_mix kernel needs {kinds} to be powers of two: {needs}, not {c} channels with {pairs} pairs."
+        return f"The kernels of cca_mix need {kinds} to be powers of two: {needs}, not {c} channels with {pairs} pairs."
     taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
     if not (all(taps) and all(parts)):
-        return "The cca_mix kernel needs convolutions, QK-mean and value shift."
+        return "The kernels of cca_mix need convolutions, QK-mean and value shift."
     if sum(taps) - 2 > _MOST_ROWS:
         reach = f"not {sum(taps) - 2} (with {taps[0]} and {taps[1]} taps)"
-        return f"The cca_mix kernel supports convolutions that together reach {_MOST_ROWS} tokens back, {reach}."
+        return f"The kernels of cca_mix support convolutions that together reach {_MOST_ROWS} tokens back, {reach}."
     return ""
 
 
@@ -252,24 +249,32 @@ def _mix_backward(
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
-    h, k, c = model.num_query_heads, model.num_kv_heads, model.head_dim
+def _weights(model: ModelConfig) -> tuple[tuple[Input, ...], Callable[..., MixWeights]]:
+    """Return the arrays of the weights in a check, and the function that makes the weights of them."""
+    k, c = model.num_kv_heads, model.head_dim
     taps0, taps1 = (model.depthwise_kernel, model.grouped_kernel) if model.convolutions else (0, 0)
-    n, pairs, parts = h + k, model.rotary_size // 2, MixParts(model.query_key_mean, model.value_shift)
+    n = model.num_query_heads + k
+
+    def weights(depthwise: jax.Array, bias: jax.Array, grouped: jax.Array, vectors: jax.Array) -> MixWeights:
+        return MixWeights(depthwise, bias, grouped, vectors[:n], 1 + 0.1 * vectors[n, :k])
+
+    # The temperatures are part of the bias array: the gradient of so few numbers may cancel to almost 0, and its
+    # relative error would be large.
+    return (Input((taps0, n, c)), Input((n, c)), Input((taps1, n, c, c), c**-0.5), Input((n + 1, c))), weights
+
+
+def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
+    pairs, parts = model.rotary_size // 2, MixParts(model.query_key_mean, model.value_shift)
+    (inputs, weights), y = _weights(model), (model.num_query_heads + 2 * model.num_kv_heads) * model.head_dim
     angle = np.arange(ROWS)[None, :, None] / 100.0 ** (np.arange(pairs) / max(pairs, 1))
 
     def run(mix: Any, packed: jax.Array, *arrays: jax.Array) -> Any:
         segments, shape = documents(packed.shape[0]), (packed.shape[0], ROWS, pairs)
         exact = accumulation_dtype(packed.dtype)
         cos, sin = (jnp.broadcast_to(jnp.asarray(f(angle), exact), shape) for f in (np.cos, np.sin))
-        depthwise, bias, grouped, vectors = arrays
-        parameters = MixWeights(depthwise, bias, grouped, vectors[:n], 1 + 0.1 * vectors[n, :k])
-        return mix(MixInputs(packed, None, segments, (cos, sin), parameters), parts)
+        return mix(MixInputs(packed, None, segments, (cos, sin), weights(*arrays)), parts)
 
-    # The temperatures are part of the bias array: the gradient of so few numbers may cancel to almost 0, and its
-    # relative error would be large.
-    weights = (Input((taps0, n, c)), Input((n, c)), Input((taps1, n, c, c), c**-0.5), Input((n + 1, c)))
-    return {"cca_mix": Check(run, (Input((2, ROWS, (n + k) * c)), *weights), 1)}
+    return {"cca_mix": Check(run, (Input((2, ROWS, y)), *inputs), 1)}
 
 
 def _shape(x: MixInputs, *_parts: Any) -> tuple[int, ...]:
@@ -283,3 +288,62 @@ _FORWARD = {"pallas": ("cca_mix", mix_forward), "pallas_by_head": ("cca_mix_by_h
 _KERNELS = [Kernel(name, functools.partial(_kernel, forward), _unsupported, (tiles, *_BACKWARD))
             for name, (tiles, forward) in _FORWARD.items()]  # fmt: skip
 CCA_MIX = Operation("cca_mix", cca_mix, _checks, tuple(_KERNELS), shape=_shape)
+
+
+# --- one token of each row of a batch ----------------------------------------------------------------------------
+
+
+def cca_mix_step(x: MixInputs, parts: MixParts, k_btx: jax.Array, v_btx: jax.Array, slot_b: jax.Array) -> Stepped:
+    """Apply `cca_mix` to one token a row, and keep what later tokens need of it.
+
+    The halo of `x` is the state before the token, fp32. `k_btx` and `v_btx` are a layer's cache, whose slot of each
+    token is `slot_b`, int32 [b]; a slot that it does not have is not written. Returns the queries [b, 1, h, c]; and the
+    new `k_btx`, `v_btx` and arrays `u_bwnc` and `delayed_b1x` of the halo, which padding leaves as they are. It has no
+    gradient.
+    """
+    q, *new = cca_mix(x, parts)
+    halo: Any = x.halo
+    num_kv, (heads, c) = x.weights.temperature_k.shape[0], x.weights.depthwise_bias_nc.shape
+    u, _, delayed = unpacked(x.packed_bsy, heads, num_kv, c)
+    k_btx, v_btx = (write_slots(old, y.reshape(*y.shape[:2], -1), slot_b[:, None])
+                    for old, y in zip((k_btx, v_btx), new, strict=True))  # fmt: skip
+    states, kept_b = ((halo.u_bwnc, u), (halo.delayed_b1x, delayed)), count_kept(x.segments_bs)
+    return q, (k_btx, v_btx, *(last_rows(*state, kept_b) for state in states))
+
+
+def _step_unsupported(architecture: str, x: MixInputs, parts: MixParts, *_cache: jax.Array) -> str:
+    if x.halo is None or not x.halo.u_bwnc.shape[1] or x.packed_bsy.shape[1] != 1:
+        return "The cca_mix_step kernel needs one token a row, and convolutions that reach at least one token back."
+    c = x.weights.depthwise_bias_nc.shape[1]
+    if x.packed_bsy.dtype == jnp.float32 and c > 128:
+        return f"The cca_mix_step kernel supports 128 channels in float32, not {c}, for which registers would spill."
+    return _unsupported(architecture, x, parts)
+
+
+def _step(architecture: Architecture, x: MixInputs, _parts: MixParts, *cache: jax.Array) -> Stepped:
+    halo: Any = x.halo  # as it is, to be advanced in place
+    arrays = _rounded(mix_arrays(x))._replace(halo_u_bwnc=halo.u_bwnc, halo_delayed_b1x=halo.delayed_b1x)
+    return step_kernel(arrays, *cache, architecture=architecture)
+
+
+def _step_checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
+    """Return a check of rows with other documents before them, with padding, and with a full cache."""
+    k, c, pairs, reach = model.num_kv_heads, model.head_dim, model.rotary_size // 2, model.convolution_reach
+    (inputs, weights), b, t, n = _weights(model), 32, 24, model.num_query_heads + k
+
+    def run(step: Any, *arrays: jax.Array) -> Any:
+        packed, u, delayed, keys, values, *others = arrays
+        exact, row = accumulation_dtype(packed.dtype), jnp.repeat(jnp.arange(b), packed.shape[0] // b)
+        before = (row[:, None] % 3 == jnp.arange(max(reach, 1))).astype(jnp.int32) + 1
+        halo, segments = Halo(u.astype(exact), before, delayed.astype(exact)), jnp.where(row % 4 == 1, 0, 1)[:, None]
+        angle = row[:, None, None].astype(exact) / 100.0 ** (np.arange(pairs) / max(pairs, 1)).astype(exact)
+        x = MixInputs(packed, halo, segments.astype(jnp.int32), (jnp.cos(angle), jnp.sin(angle)), weights(*others))
+        slot = (row % (t + 2)).astype(jnp.int32)
+        return step(x, MixParts(model.query_key_mean, model.value_shift), keys, values, slot)
+
+    state = Input((b, 1, (n + k) * c)), Input((b, reach, n, c)), Input((b, 1, k * c // 2)), *[Input((b, t, k * c))] * 2
+    return {"cca_mix_step": Check(run, (*state, *inputs), len(state), gradient=False)}
+
+
+_STEP = Kernel("pallas", _step, _step_unsupported, ("cca_mix_step",))
+CCA_MIX_STEP = Operation("cca_mix_step", cca_mix_step, _step_checks, (_STEP,), shape=_shape, step_of="cca_mix")

@@ -28,8 +28,9 @@ _SHIPPED = Path(__file__).parent / "tables"
 # What changes no result: docstrings, comments, white space at the end of a line.
 _IGNORED = re.compile(r'[ \t]*"""[\s\S]*?"""|[ \t]*#.*|[ \t]+$', re.MULTILINE)
 _IMPORTS = re.compile(r"^ *from (pallas_kernels|zaya_jax\.ops)(\S*) import ([^(\n]+|\([^)]*)", re.MULTILINE)
-# Modules that select and check kernels, or name them.
-_APART = {f"zaya_jax.ops.{name}" for name in ("kernel_table", "names", "operation", "parts", "registry", "target")}
+# Modules that select and check kernels, name them, or store what they compute.
+_APART = {f"zaya_jax.ops.{name}" for name in
+          ("cached_attention", "kernel_table", "names", "operation", "parts", "registry", "target")}  # fmt: skip
 
 
 class Choice(NamedTuple):
@@ -187,8 +188,7 @@ def parse_table(content: Mapping[str, Any], device_kind: str, source: str) -> Ke
     try:
         device = str(content["device"])
         for row in content["operations"].values():
-            fits = isinstance(row["sources"], str) and all(_is_size(size) for size in row["sizes"])
-            if not fits:
+            if not (isinstance(row["sources"], str) and all(map(_is_size, row["sizes"]))):
                 raise ValueError
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(f"{source} is not a table of measured kernels. Measure again with --tune.") from error

@@ -47,9 +47,8 @@ class Check(NamedTuple):
 
     run: Callable[..., Any]  # takes an implementation of the operation, then the arrays, and returns its outputs
     inputs: tuple[Input, ...]  # descriptions of the arrays, which are rounded to the checked dtype for both sides
-    # number of leading arrays whose rows can be repeated, to make them large; 0 if there are always few. Outputs must
-    # then be repeated, too;
-    # without a gradient, an output may instead be a sum over rows, which grows by the number of repeats.
+    # number of leading arrays whose rows can be repeated, to make them large; 0 if there are always few. Outputs are
+    # then repeated, too; without a gradient, an output may instead be a sum over rows, which grows by the repeats.
     rows: int
     gradient: bool = True  # whether to check the gradient of each array, too
     tolerance: Mapping[str, float] = TOLERANCE  # largest relative error, by dtype
@@ -69,6 +68,7 @@ class Operation:
     # of a sequence), then widths that are the same throughout a model
     shape: Callable[..., tuple[int, ...]] = lambda *_, **__: (1,)
     measured_as: str = ""  # the operation whose measurements apply to this one, too; '' for its own
+    step_of: str = ""  # the operation in whose place decode steps use this one, which has no gradient; '' for others
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -23,8 +23,7 @@ from zaya_jax.config.table import Table
 from zaya_jax.errors import InputError, did_you_mean
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTIONS
-from zaya_jax.ops.cca_mix import CCA_MIX
-from zaya_jax.ops.cca_mix_step import CCA_MIX_STEP
+from zaya_jax.ops.cca_mix import CCA_MIX, CCA_MIX_STEP
 from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
 from zaya_jax.ops.grouped_matmul import GROUPED_PRODUCTS
@@ -39,9 +38,8 @@ from zaya_jax.ops.vendor_attention import LIBRARIES
 
 _ATTENTION = dataclasses.replace(ATTENTION, kernels=(*ATTENTION.kernels, *LIBRARIES))
 _MIXING = (RESIDUAL_NORM, CCA_MIX, _ATTENTION, *PARTIAL_ATTENTIONS, ROUTER, EXPERTS, *GROUPED_PRODUCTS)
-_STEP = (CCA_MIX_STEP, ROUTER_STEP)
 # Operations come before those that they use.
-_OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, *_STEP, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
+_OWN: dict[str, Operation] = {x.name: x for x in (*_MIXING, CCA_MIX_STEP, ROUTER_STEP, ORTHOGONALIZE, GRAM_POLYNOMIAL)}
 
 
 def _with_installed(operations: dict[str, Operation]) -> dict[str, Operation]:
@@ -197,8 +195,8 @@ def select_kernels(
         why = {kernel.name: _unsupported(operation, kernel, target, model, dtype) for kernel in kernels}
         why |= {kernel: _rejected[target, name, kernel] for kernel in why if (target, name, kernel) in _rejected}
         able = [kernel for kernel in why if not why[kernel]]
-        # A pin of an operation holds for those that are its kernels with other outputs, if they have that kernel.
-        inherited = pinned.get(operation.measured_as)
+        # A pin holds for operations that are the pinned one with other outputs or in decode steps, if they have it.
+        inherited = pinned.get(operation.measured_as or operation.step_of)
         pin = pinned.get(name) or (inherited if inherited in (REFERENCE, *why) else None)
         if pin:
             if name in pinned and pin not in (REFERENCE, *able):
@@ -285,8 +283,11 @@ def validate_kernels(
     arrays above 4 GiB, if they fit, and on GPUs bit by bit with itself in a second run. A kernel that does not, or that
     fails to compile or run, is rejected with a `UserWarning`, and the operation's next kernel is checked. `large` are
     the bytes of the large arrays, 0 for none; None for `selfcheck.LARGE` on GPUs and 0 in emulation. Returns the
-    selection of kernels that passed. `InputError` if JAX_PLATFORMS excludes the CPU, which computes the reference.
+    selection of kernels that passed, with `training` without those for decode steps, which have no gradient.
+    `InputError` if JAX_PLATFORMS excludes the CPU, which computes the reference.
     """
+    if training:
+        selection = selection.without([x.name for x in OPERATIONS.values() if x.step_of])
     if selection.kernels:
         host_cpu()
     large = (LARGE if selection.target.platform != "interpret" else 0) if large is None else large
@@ -362,7 +363,7 @@ def check_operations(
         for kernel in [kernel for kernel in why if not why[kernel]] or [REFERENCE]:
             implementation = selection.variant(operation.name, Choice(1, kernel))
             by = "" if kernel == REFERENCE else f" by {kernel}"
-            for name, check in operation.checks(model, True).items():
+            for name, check in (operation.checks(model, False) | operation.checks(model, True)).items():
                 limit = check.tolerance[dtype]
                 try:
                     error = compare(check, dtype, implementation, operation.reference)

@@ -94,7 +94,7 @@ def choose_class(probability: jax.Array, bias: jax.Array, real_bs: jax.Array) ->
 
     The probabilities are [.., e + 1], or [.., e] for a router that never skips; the bias [e + 1] is for the choice
     only; `real_bs` is false for padding. Returns the int32 class of each token, skip (e) for padding, and the
-    probability of its choice without the bias; 0 for skip.
+    probability of its choice without the bias; 0 for skip, but not for padding.
     """
     classes = jnp.arange(probability.shape[-1], dtype=jnp.int32)
     biased = jax.lax.stop_gradient(probability) + bias[: probability.shape[-1]]
@@ -117,8 +117,9 @@ def _step_unsupported(architecture: Architecture, projected: Any, state: Any, we
     if weights.hidden1_rr is None or weights.hidden2_rr is None:
         return "The router_step kernel needs two hidden layers."
     (r, classes), exact = weights.output_rc.shape, {projected.dtype, state.dtype} == {jnp.dtype(jnp.float32)}
-    if not exact or r & (r - 1) or not 16 <= r <= 512 or classes > 64:
-        needs = "a state in float32 of 16 to 512 elements, a power of two, and at most 64 classes"
+    most = 512 if weights.output_rc.dtype == jnp.bfloat16 else 256  # with 64 classes all of AMD's shared memory
+    if not exact or r & (r - 1) or not 16 <= r <= most or classes > 64:
+        needs = f"a state in float32 of 16 to {most} elements, a power of two, and at most 64 classes"
         return f"The router_step kernel needs {needs}, not {r} elements in {state.dtype} and {classes} classes."
     if weights.output_rc.dtype == jnp.float32 and platform(architecture) == "cuda":
         return "The router_step kernel supports no float32 on NVIDIA GPUs, where its registers would spill."
@@ -164,5 +165,5 @@ def _step_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
 
 
 _STEP = Kernel("pallas", _step, _step_unsupported, ("router_step",))
-ROUTER_STEP = Operation("router_step", router_step, _step_checks, (_STEP,),
+ROUTER_STEP = Operation("router_step", router_step, _step_checks, (_STEP,), step_of="router",
                         shape=lambda x, *_: (x.size // x.shape[-1], x.shape[-1]))  # fmt: skip

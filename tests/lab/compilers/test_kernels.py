@@ -204,6 +204,10 @@ def further(gpu):
         for sizes in ((16, 256, 17), gram_polynomial.ALL_EXPERTS):
             polynomial = functools.partial(gram_polynomial.polynomial, platform=gpu)
             made[f"gram_{kind}_{sizes[-1]}"] = polynomial, (shape(*sizes, dtype=dtype),)
+        for c in (64, 256):
+            sizes = EIGHT_B._replace(channels=c)
+            selection = select_kernels(GPUS[gpu].target, sizes.model, kind)
+            made[f"step_{kind}_{c}"] = passes(cases(sizes, kind)["cca_mix of a decode"], selection)
         for name in cca_mix.LAUNCHES:
             mix = functools.partial(cca_mix.trained, platform=gpu, implementation=name)
             made[f"mix_{kind}_{name}"] = mix, cca_mix.shapes(dtype, c=64, pairs=16)

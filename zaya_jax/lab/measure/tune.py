@@ -37,7 +37,7 @@ from zaya_jax.run.writing import make_folder
 GAIN = 0.98  # of the time of the best tile so far, which another one must not exceed to replace it
 # Cases that decide, the costliest first, with the value of `Sizes` that is their rows; backward ones run forward, too.
 DECIDING: dict[str, dict[str, Callable[[Sizes], int]]] = {
-    "experts": {"experts of a step": lambda sizes: sizes.per_expert, "experts of a decode": lambda _: 2},
+    "experts": {"experts of a step": lambda sizes: sizes.per_expert},
     "cca_mix_step": {"cca_mix of a decode": lambda _: 32},
     "router_step": {"router of a decode": lambda _: 32},
     "cca_mix": {"cca_mix backward": lambda sizes: sizes.tokens},

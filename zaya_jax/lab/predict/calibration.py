@@ -20,11 +20,10 @@ from zaya_jax.run.files import read_object
 
 CALIBRATION = "calibration"  # the result's `benchmark`, and the name of its file
 _SHIPPED = Path(__file__).parent / "calibrations"
-# The operation of a kernel, by the first word of its name, and of sums of the dry run's estimate ('' for all).
-_OPERATIONS = {"attention": "attention", "cca": "cca_mix", "cca_mix_step": "cca_mix_step", "class": "experts",
+# The operation of a kernel, by its name or the first word of that, and of sums of the dry run's estimate ('' for all).
+_OPERATIONS = {"attention": "attention", "cca": "cca_mix", "class": "experts", "router_step": "router_step",
                "gram": "gram_polynomial", "grouped": "experts", "residual": "residual_norm", "layers": "",
-               "newton": "gram_polynomial", "other memory traffic": "residual_norm",
-               "router_step": "router_step"}  # fmt: skip
+               "newton": "gram_polynomial", "other memory traffic": "residual_norm"}  # fmt: skip
 
 
 def get_device(name: str, devices: int) -> Hardware:
