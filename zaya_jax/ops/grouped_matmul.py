@@ -135,6 +135,8 @@ def _over_blocks(
     `blocks` are sizes, descending, each with the most rows of a group that it leaves to smaller ones. Each size is
     compiled.
     """
+    # XLA:CPU cannot multiply bf16 in a loop that it has unrolled, since constant sizes tell that it runs once.
+    sizes_e = jax.lax.optimization_barrier(sizes_e)
     starts_e, done_e = jnp.cumsum(sizes_e) - sizes_e, jnp.zeros_like(sizes_e)
     for size, rest in blocks:
         if rest >= rows:
