@@ -206,7 +206,7 @@ def test_null_is_what_a_phase_does_not_give(mixed, key):
 
 @pytest.mark.parametrize(("override", "message"), [
     ("data.sources.code.pth=x", "The key data.sources.code.pth is unknown. Did you mean data.sources.code.path?"),
-    ("data.sources.math={}", "The key data.sources.math.path is missing"),
+    ("data.sources.math={}", "data.sources.math.path must be set: "),
     ("data.sources.math=m", "data.sources.math is 'm', "),
     ("data.sources.web.max_epochs=many", "data.sources.web.max_epochs is 'many' "),
     ("data.sources=[web]", "data.sources is ['web'], "),
@@ -217,7 +217,7 @@ def test_null_is_what_a_phase_does_not_give(mixed, key):
     ("phases=null", "phases is null, "),
     ("phases=[{tokens: 9}, 3]", "phases.1 is 3, "),
     ("phases=[null]", "phases.0 is null, "),
-    ("phases=[{}]", "The key phases.train.tokens is missing"),
+    ("phases=[{}]", "phases.train.tokens must be set"),
     ("phases=[{packing: binz, tokens: 9}]", "phases.train.packing is 'binz', "),
     ("phases=[{tokens: 9}, {tokesn: 2}]", "The key phases.1.tokesn is unknown. Did you mean phases.1.tokens?"),
     ("phases.0.schedule.shape=cosin", "phases.first.schedule.shape is 'cosin', "),

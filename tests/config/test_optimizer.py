@@ -47,4 +47,4 @@ def test_two_overrides_turn_it_on(tmp_path):
 
 def test_half_of_it_is_refused(tmp_path):
     path = written(tmp_path, TEXT)
-    assert "lora.alpha is missing" in refused_to_load(path, "init_from=x", "lora.rank=2")
+    assert "lora.alpha must be set" in refused_to_load(path, "init_from=x", "lora.rank=2")

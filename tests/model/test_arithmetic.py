@@ -75,7 +75,7 @@ def test_operations_are_those_of_the_products_of_a_real_layer(parts, data):
     context = Context(*[jnp.ones((b, s), jnp.int32)] * 2, {config.rope_base: table})
     x = jax.ShapeDtypeStruct((b, s, config.hidden_size), jnp.float32)
     state = jax.ShapeDtypeStruct((b, s, config.router_size), jnp.float32)
-    program = jax.make_jaxpr(lambda block, x, state: block(x, state, context, None, spies))(block, x, state)
+    program = jax.make_jaxpr(lambda block, x, state: block(x, state, context, None, spies, None, None))(block, x, state)
     token = products(program.jaxpr) / (b * s)
     token += 4 * config.query_size * visible_keys(s, None) + 6 * config.hidden_size * config.expert_size
     if config.attention == "cca":  # its taps are sums, not a product; the mean of queries and keys is not counted

@@ -328,8 +328,9 @@ def _step(architecture: Architecture, x: MixInputs, _parts: MixParts, *cache: ja
 
 def _step_checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
     """Return a check of rows with other documents before them, with padding, and with a full cache."""
-    k, c, pairs, reach = model.num_kv_heads, model.head_dim, model.rotary_size // 2, model.convolution_reach
-    (inputs, weights), b, t, n = _weights(model), 32, 24, model.num_query_heads + k
+    k, c, pairs, b, t = model.num_kv_heads, model.head_dim, model.rotary_size // 2, 32, 24
+    (inputs, weights), n = _weights(model), model.num_query_heads + k
+    reach = max(inputs[0].shape[0] + inputs[2].shape[0] - 2, 0)  # not the model's: it may have another attention
 
     def run(step: Any, *arrays: jax.Array) -> Any:
         packed, u, delayed, keys, values, *others = arrays
