@@ -47,9 +47,8 @@ VARIANTS = {
 _SMALL = (
     "model.vocab_size=2048 model.hidden_size=128 model.num_layers=3 model.num_query_heads=4 model.num_kv_heads=2 "
     f"model.head_dim=32 model.router_size=32 model.max_positions={CONTEXT} data.context={CONTEXT} "
-    "phases.0.packing=windows phases.0.schedule.shape=cosine phases.0.schedule.final=0.1 "
-    "optimizer.muon.newton_schulz_steps=5 optimizer.muon.coefficients=standard optimizer.muon.gate_up=joint "
-    "optimizer.balance.learning_rate=0.02 "
+    "phases.0.packing=windows phases.0.schedule.final=0.1 optimizer.muon.newton_schulz_steps=5 "
+    "optimizer.muon.coefficients=standard optimizer.muon.gate_up=joint "
     f"train.batch.tokens={BATCH} train.batch.micro_batch={BATCH // CONTEXT} "
     "evaluation.every=1000000 evaluation.batch_size=32 evaluation.batches=8 checkpoint.every=1000000 sample.tokens=0"
 )

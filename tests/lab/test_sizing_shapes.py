@@ -190,7 +190,7 @@ def test_activations_are_at_least_their_bound(remat, model, parallel):
 @pytest.mark.parametrize(("path", "band", "overrides"), [
     ("configs/zaya1_8b.yaml", 0.08, []),
     ("configs/tiny.yaml", 0.2, ["model.layer_pattern=[full, sliding]", "model.sliding_window=64", "model.attention=gqa",
-                           "model.num_kv_heads=1", "model.router=linear"]),
+                           "model.router=linear"]),
 ])  # fmt: skip
 def test_shapes_follow_the_rule(path, band, overrides):
     model = load_config(path, overrides).model
