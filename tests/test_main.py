@@ -99,7 +99,7 @@ def test_a_checkpoint_of_another_architecture(tmp_path, capsys):
         tree = to_dict(config)
         other = {**tree, "model": {**tree["model"], "hidden_size": 8}}
         store.save(3, {"x": jnp.ones(1)}, {"config": other})
-    assert "model.hidden_size is 8" in refused(capsys, tmp_path, "--config", path)
+    assert "model.hidden_size=8 (this configuration has 16)" in refused(capsys, tmp_path, "--config", path)
 
 
 def test_a_folder_of_another_run(tmp_path, capsys):

@@ -276,7 +276,7 @@ def test_another_architecture_is_refused(finished, tmp_path):
     path = Path(config.run_dir) / "config.yaml"
     refused(config, r"model\.num_experts was 4 and is now 2")
     path.write_text(path.read_text().replace("num_experts: 4", "num_experts: 2"))
-    refused(config, rf"step 12 in {config.run_dir} .* model\.num_experts is 4")
+    refused(config, rf"step 12 in {config.run_dir} .* model\.num_experts=4 ")
 
 
 # --- steps that are not finite ---------------------------------------------------------------------------------
