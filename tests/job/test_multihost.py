@@ -88,8 +88,9 @@ def count(event, **_):
 def compile_in_turn(*arguments):
     if options.process:
         multihost.all_gather("turn", None, 300)
+    before = hits.count(threading.current_thread())
     step = compile_step(*arguments)
-    print("from the cache:", hits.count(threading.current_thread()), flush=True)
+    print("from the cache:", hits.count(threading.current_thread()) - before, flush=True)
     if not options.process:
         multihost.all_gather("turn", None, 300)
     return step
