@@ -103,7 +103,7 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def accuracy_table(recordings: Mapping[str, Any]) -> str:
-    """Compare predicted with measured times of a device's recordings, by file, each left out of its own prediction."""
+    """Compare measured times with leave-one-out predictions, for each configuration that a device has recorded."""
     found = configurations(recordings)
     used = {row["recording"] for row in found.values()}
     others = ", ".join(f"`{file}`" for file in recordings if file not in used)

@@ -175,7 +175,7 @@ def shifted_value(x: Any, batch: jax.Array, time: jax.Array, group: jax.Array) -
 
 
 def row_of(batch: jax.Array) -> jax.Array:
-    """Return the index of the row of tokens as their tile needs it: of one row, or of a row for each token."""
+    """Return `batch` so that it broadcasts against channels: one index, or int32 [tokens, 1], an index per token."""
     return batch[:, None] if batch.ndim else batch
 
 

@@ -1,7 +1,7 @@
 """The CCA mix of one token of each row of a batch, which also advances the decode state in place, in one launch.
 
 A program computes a head, or the value of a key head, for a tile of rows. It alone reads and writes its head's part of
-the state. A row's token depends on no other row: products, norms and means are those of its own channels.
+the state. Rows are independent: products, norms and means reduce over the channels of one row.
 """
 
 import functools

@@ -85,7 +85,7 @@ def cut_rows(
 
 
 def tile_count(tiles: Any, block: int, groups: int) -> int:
-    """Return the number of tiles of `row_tiles`; or of rows with these classes [t], as many as any classes can need."""
+    """Return the number of tiles of `row_tiles`; or for rows with these classes [t], an upper bound for any classes."""
     return tiles.shape[1] if len(tiles.shape) == 2 else (groups + 1) * pl.cdiv(tiles.shape[0], block)
 
 

@@ -1,7 +1,7 @@
 """The router after its down-projection, from depth averaging to the choice of a class, for a few tokens in one launch.
 
 Both hidden layers share a loop over the first one's outputs, since a part of a tile in registers cannot be the operand
-of a product. A token depends on no other one: each product, norm and softmax is that of its own row.
+of a product. Tokens are independent: each product, norm and softmax reduces over one row.
 """
 
 import functools

@@ -208,9 +208,7 @@ def test_the_merged_model_has_the_loss_of_the_run(adapted):
     step = fast_jit(program.evaluation_step)
     model = ModelSnapshot(parameters(result.model), result.state.balance, {}, program.placement, step)
     batches = heldout_text(config, result.prepared, "talk", config.evaluation.batches).read()
-    loss, within = heldout_loss(model, batches), result.heldout_by_source["talk"]
-    assert loss.tokens == within.tokens
-    assert loss.nats == pytest.approx(within.nats, rel=1e-6)  # there, XLA may merge matrices inside a product's loop
+    assert heldout_loss(model, batches) == result.heldout_by_source["talk"]
 
 
 @pytest.mark.usefixtures("quick")

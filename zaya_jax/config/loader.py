@@ -196,7 +196,8 @@ def _build(cls: type, tree: Any, where: str) -> Any:
     hints = _type_hints(cls)
     values = {name: _convert(hints[name], tree[name], _join(where, name)) for name in fields if name in tree}
     absent = (field for name, field in fields.items() if name not in tree)
-    if missing := [_join(where, each.name) for each in absent if each.default is each.default_factory]:  # both MISSING
+    required = (each for each in absent if each.default is each.default_factory is dataclasses.MISSING)
+    if missing := [_join(where, each.name) for each in required]:
         raise InputError(f"{', '.join(missing)} must be set: there is no default.")
     return cls(**values)
 
