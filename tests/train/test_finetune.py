@@ -208,7 +208,10 @@ def test_the_merged_model_has_the_loss_of_the_run(adapted):
     step = fast_jit(program.evaluation_step)
     model = ModelSnapshot(parameters(result.model), result.state.balance, {}, program.placement, step)
     batches = heldout_text(config, result.prepared, "talk", config.evaluation.batches).read()
-    assert heldout_loss(model, batches) == result.heldout_by_source["talk"]
+    loss, within = heldout_loss(model, batches), result.heldout_by_source["talk"]
+    assert loss.tokens == within.tokens
+    # Not bitwise on every CPU: the run's program also merges the adapters, and may sum in another order.
+    assert loss.nats == pytest.approx(within.nats, rel=1e-6)
 
 
 @pytest.mark.usefixtures("quick")
